@@ -1,0 +1,119 @@
+"""Where each parameter's gradient shard lives: names, shapes, ranks. Pure but for reading a live module."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Sequence
+from dataclasses import dataclass, fields
+from typing import Any
+
+import torch
+
+from ruda_ds import _deepspeed
+from ruda_ds.errors import PlacementError
+from ruda_ds.shapes import element_count, padded_shard_length, shard_range
+
+
+@dataclass(frozen=True)
+class ParameterPlacement:
+    """One floating parameter, trainable or frozen, keyed by its name in the module (a tied one stands once).
+
+    Attributes:
+        name: the first name under which ``module.named_parameters()`` yields it.
+        logical_shape: shape of the whole parameter.
+        rank: this process's rank among those that partition it.
+        world_size: how many ranks partition it.
+        dtype: storage dtype of the parameter.
+        requires_grad: whether it is trained.
+        fragment: ZeRO-1/2 only: the half-open range of the flattened parameter that lies in this rank's part of
+            DeepSpeed's flat group. None under ZeRO-3, where the range follows from rank and world_size.
+    """
+
+    name: str
+    logical_shape: tuple[int, ...]
+    rank: int
+    world_size: int
+    dtype: torch.dtype
+    requires_grad: bool
+    fragment: tuple[int, int] | None = None
+
+    @property
+    def numel(self) -> int:
+        """Elements of the whole parameter."""
+        return element_count(self.logical_shape)
+
+    @property
+    def shard(self) -> tuple[int, int]:
+        """Half-open range of the flattened parameter held by this rank, without padding."""
+        return self.fragment if self.fragment is not None else shard_range(self.numel, self.world_size, self.rank)
+
+    @property
+    def shard_numel(self) -> int:
+        """Elements held by this rank, without padding."""
+        start, stop = self.shard
+        return stop - start
+
+    @property
+    def padded_numel(self) -> int:
+        """Elements of this rank's slot in DeepSpeed's buffer: ceil(N / W) under ZeRO-3, no padding otherwise."""
+        return self.shard_numel if self.fragment is not None else padded_shard_length(self.numel, self.world_size)
+
+
+def live_placement(module: torch.nn.Module, optimizer: object) -> tuple[ParameterPlacement, ...]:
+    """The placement of every floating parameter of a module that a ZeRO optimizer holds, sorted by name."""
+    fragments = _deepspeed.flat_fragments(optimizer) if not _deepspeed.is_stage3(optimizer) else None
+    found = []
+    for name, parameter in module.named_parameters():
+        if not parameter.dtype.is_floating_point:
+            continue
+        group = _deepspeed.partition_group(optimizer, parameter)
+        fragment = None
+        if fragments is not None:
+            fragment = fragments[id(parameter)].held if id(parameter) in fragments else (0, 0)
+        found.append(
+            ParameterPlacement(
+                name=name,
+                logical_shape=tuple(_deepspeed.logical_shape(parameter)),
+                rank=torch.distributed.get_rank(group),
+                world_size=torch.distributed.get_world_size(group),
+                dtype=parameter.dtype,
+                requires_grad=parameter.requires_grad,
+                fragment=fragment,
+            )
+        )
+    return tuple(sorted(found, key=lambda placement: placement.name))
+
+
+def compare(expected: Sequence[ParameterPlacement], found: Sequence[ParameterPlacement]) -> None:
+    """Raise PlacementError at the first parameter and field in which two placements differ."""
+    wanted, present = {p.name: p for p in expected}, {p.name: p for p in found}
+    for name in sorted(wanted.keys() | present.keys()):
+        if name not in present:
+            raise PlacementError(name, "presence", "a parameter of the module", "missing")
+        if name not in wanted:
+            raise PlacementError(name, "presence", "no such parameter", "one in the module")
+        for field in fields(ParameterPlacement):
+            want, have = getattr(wanted[name], field.name), getattr(present[name], field.name)
+            if want != have:
+                raise PlacementError(name, field.name, want, have)
+
+
+def inspect(engine: Any, placement: Sequence[ParameterPlacement]) -> None:
+    """Check the module of a live ZeRO engine against a placement.
+
+    Raises:
+        PlacementError: a parameter is missing or new, or its shape, rank, world size, storage dtype, requires_grad or
+            fragment differs; the message says what was expected and what was found.
+    """
+    compare(placement, live_placement(engine.module, _deepspeed.zero_optimizer(engine)))
+
+
+def digest(placement: Sequence[ParameterPlacement]) -> int:
+    """63 bits that agree on all ranks if and only if (but for collisions) their placements describe one model.
+
+    What differs from rank to rank by design, the rank and the fragment, is left out.
+    """
+    text = "\n".join(
+        f"{p.name} {p.logical_shape} {p.world_size} {p.dtype} {p.requires_grad}" for p in placement
+    )
+    return int.from_bytes(hashlib.sha256(text.encode()).digest()[:8], "big") >> 1
