@@ -21,7 +21,15 @@ from typing import Any
 from ruda_ds.errors import RankFailedError
 
 # Loaded once in the fork server: a fresh rank is then there in a fraction of a second instead of nine.
-PRELOAD = ["torch", "deepspeed", "deepspeed.runtime.zero.stage3", "ruda_ds.engine"]
+PRELOAD = [
+    "torch",
+    "torch._dynamo",
+    "deepspeed",
+    "deepspeed.runtime.zero.stage3",
+    # DeepSpeed imports it in initialize, and it compiles at import.
+    "deepspeed.runtime.zero.muon.muon_optimizer",
+    "ruda_ds.engine",
+]
 # After one rank has failed, the others have this long to fail by themselves and be reported with it.
 GRACE_S = 1.0
 
