@@ -186,14 +186,14 @@ class Stage3Hooks:
     """What the reduction hook puts in place of five methods of DeepSpeedZeroOptimizer_Stage3.
 
     Attributes:
-        guard: called with each parameter whose gradient is ready, before DeepSpeed buckets it.
+        guard: called with each parameter whose gradient is ready; whether DeepSpeed is to put it into its bucket.
         scatter: (parameters, communication dtype) -> this rank's summed shard of each; replaces the averaging.
         partition: (parameters, shards) -> None; adds the shards to the pending sums and frees the gradients.
         norm: () -> the norm that DeepSpeed is to report for the step.
         divide: (gradient) -> None; turns a flat sum into the clipped mean, in place.
     """
 
-    guard: Callable[[torch.nn.Parameter], None]
+    guard: Callable[[torch.nn.Parameter], bool]
     scatter: Callable[[list[torch.nn.Parameter], torch.dtype], list[torch.Tensor]]
     partition: Callable[[list[torch.nn.Parameter], list[torch.Tensor]], None]
     norm: Callable[[], torch.Tensor]
@@ -205,8 +205,8 @@ def install_stage3(optimizer: Any, hooks: Stage3Hooks) -> list[str]:
     ready = optimizer.reduce_ready_partitions_and_remove_grads
 
     def reduce_ready(parameter: torch.nn.Parameter) -> None:
-        hooks.guard(parameter)
-        ready(parameter)
+        if hooks.guard(parameter):
+            ready(parameter)
 
     def divide(sub_group_id: int, total_norm: Any) -> None:
         hooks.divide(optimizer.fp32_partitioned_groups_flat[sub_group_id].grad)

@@ -121,8 +121,9 @@ class Stage3Reduction:
             flat, {name: flat[s.storage_offset() :][: s.numel()] for name, s in self.slots.items()}
         )
         self.terms = StepTerms(flat.device)
+        self._bucketed: set[int] = set()
         hooks = _deepspeed.Stage3Hooks(
-            guard=self.gate.admit,
+            guard=self._admit,
             scatter=self._scatter,
             partition=self._partition,
             norm=lambda: self.terms.norm,
@@ -130,6 +131,15 @@ class Stage3Reduction:
         )
         self._shadows = _deepspeed.install_stage3(self.optimizer, hooks)
         self._verify(flat.device)
+
+    def _admit(self, parameter: torch.nn.Parameter) -> bool:
+        """A parameter used in two checkpointed regions becomes ready twice. If its first gradient still waits in the
+        bucket, autograd has added the second to it, and DeepSpeed must not list it again."""
+        self.gate.admit(parameter)
+        if parameter.ds_id in self._bucketed:
+            return False
+        self._bucketed.add(parameter.ds_id)
+        return True
 
     def _scatter(self, parameters: list[torch.nn.Parameter], _: torch.dtype) -> list[torch.Tensor]:
         group = _deepspeed.partition_group(self.optimizer, parameters[0])
@@ -140,6 +150,7 @@ class Stage3Reduction:
         for parameter in parameters:
             _deepspeed.record_gradient_stream(parameter.grad)
             parameter.grad = None
+            self._bucketed.discard(parameter.ds_id)
 
     def _divide(self, gradient: torch.Tensor) -> None:
         # With float64 work the float32 values that DeepSpeed flattened are means already.
@@ -174,6 +185,7 @@ class Stage3Reduction:
     def abandon_backward(self) -> bool:
         """See `GradientReduction`."""
         self.gate.is_open = False
+        self._bucketed.clear()
         _deepspeed.drop_partial_backward(self.optimizer)
         return self.gate.admitted > 0
 

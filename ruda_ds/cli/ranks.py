@@ -10,6 +10,7 @@ import contextlib
 import logging
 import multiprocessing
 import os
+import pickle
 import sys
 import tempfile
 import time
@@ -88,7 +89,7 @@ def _collect(processes: list[Any], pipes: list[Connection], timeout_s: float) ->
         for pipe in wait(list(open_pipes), timeout=deadline - time.monotonic()):
             rank = open_pipes[pipe]  # type: ignore[index]
             try:
-                succeeded, value = pipe.recv()  # type: ignore[union-attr]
+                succeeded, value = pickle.loads(pipe.recv_bytes())  # type: ignore[union-attr]
             except EOFError:
                 processes[rank].join(1)
                 succeeded, value = False, f"the process ended without a result, exit code {processes[rank].exitcode}"
@@ -114,15 +115,16 @@ def _rank_main(pipe: Connection, settings: tuple, function: Callable[..., Any], 
             LOCAL_WORLD_SIZE=str(world_size), MASTER_ADDR="127.0.0.1", MASTER_PORT="0", GLOO_SOCKET_IFNAME="lo",
         )
         _join_group(rank, world_size, store_path, timeout_s)
-        answer = (True, function(*args))
+        # Plain pickle: torch's own would share memory with a process that is about to end.
+        succeeded, answer = True, pickle.dumps((True, function(*args)))
     except BaseException:
-        answer = (False, traceback.format_exc())
+        succeeded, answer = False, pickle.dumps((False, traceback.format_exc()))
     with contextlib.suppress(BrokenPipeError):
-        pipe.send(answer)
+        pipe.send_bytes(answer)
     pipe.close()
     sys.stdout.flush()
     sys.stderr.flush()
-    os._exit(0 if answer[0] else 1)  # a rank whose peers are gone would wait for them in an orderly shutdown
+    os._exit(0 if succeeded else 1)  # a rank whose peers are gone would wait for them in an orderly shutdown
 
 
 def _join_group(rank: int, world_size: int, store_path: str, timeout_s: float) -> None:
