@@ -233,21 +233,27 @@ def stage3_flat_gradients(optimizer: Any) -> torch.Tensor:
     return optimizer.grad_partitions_flat_buffer
 
 
+def parameter_id(parameter: Any) -> int:
+    """DeepSpeed's number of a ZeRO-3 parameter, unique in this process only."""
+    return parameter.ds_id
+
+
 def stage3_slot(optimizer: Any, parameter: torch.Tensor) -> torch.Tensor:
     """This rank's padded slot for a parameter: a view of the flat buffer."""
-    return optimizer._DeepSpeedZeroOptimizer_Stage3__param_id_to_grad_partition[parameter.ds_id]
+    return optimizer._DeepSpeedZeroOptimizer_Stage3__param_id_to_grad_partition[parameter_id(parameter)]
 
 
 def stage3_hand_over_all(optimizer: Any) -> None:
     """Offload: let the step copy every slot. DeepSpeed copies only what it saw reduced; the rest would be stale."""
-    optimizer._offload_boundary_param_ids = {p.ds_id for group in optimizer.fp16_groups for p in group}
+    optimizer._offload_boundary_param_ids = {parameter_id(p) for group in optimizer.fp16_groups for p in group}
 
 
-def record_gradient_stream(gradient: torch.Tensor) -> None:
-    """Tell the caching allocator that the reduction stream still reads a gradient which is about to be freed."""
+def release_gradient(parameter: torch.nn.Parameter) -> None:
+    """Free a gradient that has been reduced; the caching allocator is told that the reduction stream still reads it."""
     from deepspeed.accelerator import get_accelerator
 
-    if not get_accelerator().is_synchronized_device():
+    gradient, parameter.grad = parameter.grad, None
+    if gradient is not None and not get_accelerator().is_synchronized_device():
         gradient.record_stream(get_accelerator().current_stream())
 
 
@@ -350,13 +356,17 @@ def install_stage12(optimizer: Any, hooks: Stage12Hooks) -> list[str]:
     def nothing(*args: Any, **kwargs: Any) -> None:
         """Gradients stay in ``.grad`` until the backward has ended; the hook reduces them then."""
 
+    def divide(grad_groups_flat: list[torch.Tensor], total_norm: Any) -> None:
+        for gradient in grad_groups_flat:
+            hooks.divide(gradient)
+
     shadows = {
         "process_gradients": lambda parameter, index: hooks.guard(parameter),
         "reduce_gradients": nothing,
         "overlapping_partition_gradients_reduce_epilogue": nothing,
         "finalize_gradient_accumulation_boundary": nothing,
         "scaled_global_norm": lambda norm_type=2: hooks.norm(),
-        "unscale_and_clip_grads": lambda flat, total_norm: [hooks.divide(gradient) for gradient in flat],
+        "unscale_and_clip_grads": divide,
     }
     vars(optimizer).update(shadows)
     return list(shadows)

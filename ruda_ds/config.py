@@ -95,8 +95,11 @@ REFUSALS = (
     Refusal("torch_autocast", _enabled, "remove it and set bf16 or fp16: autocast brings a scaler of its own"),
     Refusal("amp", _enabled, "remove it and set bf16 or fp16"),
     Refusal("compile.deepcompile", bool, "set it to false: DeepCompile reduces gradients inside the graph"),
-    Refusal("optimizer.type", lambda v: str(v).lower() in ("muon", "onebitadam", "zerooneadam", "onebitlamb"),
-            "use AdamW or another element-wise optimizer: this one takes over the gradient's communication"),
+    Refusal(
+        "optimizer.type",
+        lambda v: str(v).lower() in ("muon", "onebitadam", "zerooneadam", "onebitlamb"),
+        "use AdamW or another element-wise optimizer: this one takes over the gradient's communication",
+    ),
     Refusal("fp16.fp16_master_weights_and_grads", bool, "set it to false: pending sums are float32 or float64"),
     Refusal("bf16.bf16_master_weights_and_grads", bool, "set it to false: pending sums are float32 or float64"),
     Refusal("sequence_parallel_size", lambda v: v > 1, "set it to 1: sequence parallelism is not tested"),
@@ -106,12 +109,21 @@ REFUSALS = (
     Refusal("sparse_gradients", bool, "set it to false: gradients are reduced as dense sums"),
     Refusal("prescale_gradients", bool, "set it to false: a sum is divided once, at the window's end"),
     Refusal("gradient_predivide_factor", lambda v: v != 1.0, "set it to 1.0: a sum is divided once"),
-    Refusal("communication_data_type", lambda v: str(v).lower() not in FLOAT32_NAMES,
-            "set it to fp32 or leave it out: the wire carries float32 or float64 sums"),
-    Refusal("data_types.grad_accum_dtype", lambda v: str(v).lower() not in FLOAT32_NAMES,
-            "set it to fp32 or leave it out: 256 + 0.5 is 256 in bf16"),
-    Refusal("managed_gradient_accumulation", bool,
-            "leave it out: the window's end is gradient_accumulation_steps, the boundary flag or accumulator.step()"),
+    Refusal(
+        "communication_data_type",
+        lambda v: str(v).lower() not in FLOAT32_NAMES,
+        "set it to fp32 or leave it out: the wire carries float32 or float64 sums",
+    ),
+    Refusal(
+        "data_types.grad_accum_dtype",
+        lambda v: str(v).lower() not in FLOAT32_NAMES,
+        "set it to fp32 or leave it out: 256 + 0.5 is 256 in bf16",
+    ),
+    Refusal(
+        "managed_gradient_accumulation",
+        bool,
+        "leave it out: the window's end is gradient_accumulation_steps, the boundary flag or accumulator.step()",
+    ),
 )
 
 
@@ -137,10 +149,13 @@ def check(config: Mapping[str, Any]) -> RudaSection:
             raise ConfigError(refusal.path, value, refusal.advice)
     stage = lookup(config, f"{_ZERO}.stage")
     if stage not in (1, 2, 3):
-        raise ConfigError(f"{_ZERO}.stage", stage, "set it to 1, 2 or 3: without ZeRO there are no shards to account for")
+        raise ConfigError(
+            f"{_ZERO}.stage", stage, "set it to 1, 2 or 3: without ZeRO there are no shards to account for"
+        )
     if _is_set(config.get("fp16")) and _enabled(config["fp16"]) and not lookup(config, "fp16.loss_scale"):
         raise ConfigError(
-            "fp16.loss_scale", lookup(config, "fp16.loss_scale"),
+            "fp16.loss_scale",
+            lookup(config, "fp16.loss_scale"),
             "set a fixed scale such as 128: a dynamic one changes in mid-window, and the sums with it",
         )
     try:
@@ -180,7 +195,8 @@ def check_engine(engine: Any) -> RudaConfig:
     fp16_scale = lookup(raw, "fp16.loss_scale") if engine.fp16_enabled() else None
     if fp16_scale and section.loss_scale not in (None, fp16_scale):
         raise ConfigError(
-            "ruda.accumulation.loss_scale", section.loss_scale,
+            "ruda.accumulation.loss_scale",
+            section.loss_scale,
             f"fp16.loss_scale is {fp16_scale}: leave one of them out, there is one scale in a window",
         )
     clipping = float(engine.gradient_clipping())

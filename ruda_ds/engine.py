@@ -54,6 +54,9 @@ def attach(engine: Any) -> GradientAccumulator:
     if engine.global_rank == 0:
         logger.info(
             "exact accumulation: ZeRO stage %d, sums in %s, loss scale %g, gradient clipping %g",
-            int(engine.zero_optimization_stage()), settings.dtype, settings.loss_scale, settings.gradient_clipping,
+            int(engine.zero_optimization_stage()),
+            settings.dtype,
+            settings.loss_scale,
+            settings.gradient_clipping,
         )
     return accumulator

@@ -97,7 +97,9 @@ def _from_mpi(launcher: str) -> Ranks:
     try:
         from mpi4py import MPI
     except ImportError as error:
-        raise LaunchError(f"started by {launcher}, but mpi4py cannot be imported ({error}): install ruda_ds[mpi]") from None
+        raise LaunchError(
+            f"started by {launcher}, but mpi4py cannot be imported ({error}): install ruda_ds[mpi]"
+        ) from None
     world: Any = MPI.COMM_WORLD
     host = world.Split_type(MPI.COMM_TYPE_SHARED)
     hosts = world.allgather(socket.gethostname())

@@ -23,8 +23,9 @@ def window_events(result: WindowResult, step: int, extra: Mapping[str, float] | 
         "untouched": len(result.untouched),
         **(extra or {}),
     }
-    return [(PREFIX + name, value, step) for name, value in figures.items()
-            if value is not None and math.isfinite(value)]
+    return [
+        (PREFIX + name, value, step) for name, value in figures.items() if value is not None and math.isfinite(value)
+    ]
 
 
 def write_window(engine: Any, result: WindowResult, extra: Mapping[str, float] | None = None) -> None:

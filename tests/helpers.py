@@ -62,7 +62,9 @@ def base_config(**changes: object) -> dict:
     return config
 
 
-def make_engine(config: dict, model: torch.nn.Module | None = None, lr: float = 0.05, optimizer: type = torch.optim.SGD):
+def make_engine(
+    config: dict, model: torch.nn.Module | None = None, lr: float = 0.05, optimizer: type = torch.optim.SGD
+):
     """An engine of ours over ``model`` (the odd one if None), with plain SGD unless another optimizer is named."""
     model = make_model() if model is None else model
     engine, *_ = ruda_ds.initialize(
@@ -113,8 +115,11 @@ def oracle(model: torch.nn.Module) -> torch.nn.Module:
 
 def gather(accumulator: ruda_ds.GradientAccumulator, shards: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
     """Whole float64 gradients out of every rank's shards, by each rank's own placement."""
-    parts = [(p.name, p.logical_shape, p.shard, shards[p.name].double().cpu())
-             for p in accumulator.placement if p.name in shards]
+    parts = [
+        (p.name, p.logical_shape, p.shard, shards[p.name].double().cpu())
+        for p in accumulator.placement
+        if p.name in shards
+    ]
     everyone: list = [None] * dist.get_world_size()
     dist.all_gather_object(everyone, parts)
     whole: dict[str, torch.Tensor] = {}
@@ -127,8 +132,11 @@ def gather(accumulator: ruda_ds.GradientAccumulator, shards: dict[str, torch.Ten
 
 def full_parameters(engine) -> dict[str, torch.Tensor]:
     """Float64 copies of the trained parameters (DeepSpeed's float32 masters)."""
-    return {name: safe_get_full_fp32_param(parameter).double().reshape(-1)
-            for name, parameter in engine.module.named_parameters() if parameter.requires_grad}
+    return {
+        name: safe_get_full_fp32_param(parameter).double().reshape(-1)
+        for name, parameter in engine.module.named_parameters()
+        if parameter.requires_grad
+    }
 
 
 def relative(found: torch.Tensor, wanted: torch.Tensor) -> float:
@@ -159,5 +167,8 @@ def snapshot(accumulator: ruda_ds.GradientAccumulator) -> tuple:
 
 def same(before: tuple, after: tuple) -> bool:
     """Whether two snapshots are equal to the bit."""
-    return (before[0] == after[0] and before[1].keys() == after[1].keys()
-            and all(torch.equal(before[1][name], after[1][name]) for name in before[1]))
+    return (
+        before[0] == after[0]
+        and before[1].keys() == after[1].keys()
+        and all(torch.equal(before[1][name], after[1][name]) for name in before[1])
+    )

@@ -9,7 +9,7 @@ from helpers import base_config, full_parameters, gather, make_engine
 
 from ruda_ds.accumulation import WeightedGradientAccumulator, measure_gradient_norm
 from ruda_ds.cli.ranks import run_ranks
-from ruda_ds.errors import CountError, RankDisagreementError
+from ruda_ds.errors import BindingError, CountError, RankDisagreementError
 
 
 class Linear(torch.nn.Module):
@@ -37,7 +37,7 @@ def token_mean(samples: list[tuple[int, float]], microbatches: int) -> tuple:
     everyone: list = [None] * dist.get_world_size()
     dist.all_gather_object(everyone, gradient.tolist())
     result = accumulator.step()
-    return sum(everyone, []), result.loss, result.grad_norm, result.count
+    return [value for part in everyone for value in part], result.loss, result.grad_norm, result.count
 
 
 FOUR = [(1, 4.0), (4, 1.0), (3, 2.0), (8, 0.5)]  # 2 ranks x 2 micro-batches: [1, 3] and [4, 8] tokens
@@ -204,15 +204,12 @@ def test_ranks_that_disagree_all_hear_which_rank_and_what():
 
 
 def weighted(weights: list[float]):
-    import deepspeed
-
-    from ruda_ds.config import complete
-
-    model = Linear()
-    engine, *_ = deepspeed.initialize(
-        model=model, optimizer=torch.optim.SGD(model.parameters(), lr=0.1), config=complete(base_config())
-    )
+    engine = make_engine(base_config(), model=Linear())
+    plain = engine.accumulator
     accumulator = WeightedGradientAccumulator(engine)
+    assert engine.accumulator is accumulator
+    with pytest.raises(BindingError, match="closed"):
+        plain.backward_sum(engine(torch.ones(1)).sum(), local_count=1)
     accumulator.backward_sum(engine(torch.tensor([3.0])).sum(), local_weight=weights[dist.get_rank()], local_count=2)
     with pytest.raises(CountError, match="weight"):
         accumulator.backward_sum(engine(torch.ones(1)).sum(), local_weight=-1.0, local_count=1)

@@ -72,15 +72,18 @@ def test_every_refusal_is_tried(path):
     assert path in REFUSED
 
 
-@pytest.mark.parametrize(("path", "value"), [
-    ("torch_autocast", {"enabled": False}),
-    ("zero_optimization.zenflow", None),
-    ("zero_optimization.offload_optimizer.device", "cpu"),
-    ("fp16", {"enabled": False}),
-    ("fp16", {"enabled": True, "loss_scale": 64}),
-    ("communication_data_type", "fp32"),
-    ("managed_gradient_accumulation", False),
-])
+@pytest.mark.parametrize(
+    ("path", "value"),
+    [
+        ("torch_autocast", {"enabled": False}),
+        ("zero_optimization.zenflow", None),
+        ("zero_optimization.offload_optimizer.device", "cpu"),
+        ("fp16", {"enabled": False}),
+        ("fp16", {"enabled": True, "loss_scale": 64}),
+        ("communication_data_type", "fp32"),
+        ("managed_gradient_accumulation", False),
+    ],
+)
 def test_the_harmless_value_of_the_same_keys_is_accepted(path, value):
     config.complete(with_value(path, value))
 

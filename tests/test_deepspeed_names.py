@@ -19,16 +19,50 @@ def test_the_replaced_methods_are_as_they_were_read():
     _deepspeed.require_methods(DeepSpeedEngine, _deepspeed.ENGINE_METHODS)
 
 
-@pytest.mark.parametrize(("module", "names"), [
-    (stage3, ["self.grad_partitions_flat_buffer", "__param_id_to_grad_partition", "_offload_boundary_param_ids",
-              "self.fp32_partitioned_groups_flat", "self.ipg_buckets", "self.contiguous_gradients", "def clear_params"]),
-    (stage_1_and_2, ["self.round_robin_bit16_groups", "self.round_robin_bit16_offsets", "self.partition_size",
-                     "self.real_dp_process_group", "self.single_partition_of_fp32_groups", "self.averaged_gradients",
-                     "class GradPartitionBufferGroup", "flat_partition"]),
-    (inspect.getmodule(DeepSpeedEngine), ["self._running_engine_step", "self._step_applied", "self.skipped_steps",
-                                          "self._unmanaged_backward_count", "def was_step_applied"]),
-    (inspect.getmodule(ZeROOptimizer), ["_backward_active_depth", "def exit_backward", "def clear_backward_seen_flag"]),
-])
+@pytest.mark.parametrize(
+    ("module", "names"),
+    [
+        (
+            stage3,
+            [
+                "self.grad_partitions_flat_buffer",
+                "__param_id_to_grad_partition",
+                "_offload_boundary_param_ids",
+                "self.fp32_partitioned_groups_flat",
+                "self.ipg_buckets",
+                "self.contiguous_gradients",
+                "def clear_params",
+            ],
+        ),
+        (
+            stage_1_and_2,
+            [
+                "self.round_robin_bit16_groups",
+                "self.round_robin_bit16_offsets",
+                "self.partition_size",
+                "self.real_dp_process_group",
+                "self.single_partition_of_fp32_groups",
+                "self.averaged_gradients",
+                "class GradPartitionBufferGroup",
+                "flat_partition",
+            ],
+        ),
+        (
+            inspect.getmodule(DeepSpeedEngine),
+            [
+                "self._running_engine_step",
+                "self._step_applied",
+                "self.skipped_steps",
+                "self._unmanaged_backward_count",
+                "def was_step_applied",
+            ],
+        ),
+        (
+            inspect.getmodule(ZeROOptimizer),
+            ["_backward_active_depth", "def exit_backward", "def clear_backward_seen_flag"],
+        ),
+    ],
+)
 def test_the_attributes_that_are_read_are_there(module, names):
     source = inspect.getsource(module)
     assert [name for name in names if name not in source] == []

@@ -58,7 +58,9 @@ def test_low_precision_models(dtype, stage):
         assert scale == (128.0 if dtype == "float16" else 1.0)
 
 
-@pytest.mark.parametrize(("stage", "dtype"), [(1, "float32"), (2, "float32"), (2, "bfloat16"), (3, "float32"), (3, "bfloat16")])
+@pytest.mark.parametrize(
+    ("stage", "dtype"), [(1, "float32"), (2, "float32"), (2, "bfloat16"), (3, "float32"), (3, "bfloat16")]
+)
 def test_offload_steps_as_without(stage, dtype):
     plain = run_ranks(trained, 2, dtype, 2 if dtype == "bfloat16" and stage == 1 else stage, False)[0]
     offloaded = run_ranks(trained, 2, dtype, stage, True)[0]

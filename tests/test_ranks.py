@@ -32,11 +32,14 @@ def fails(how):
     dist.barrier()
 
 
-@pytest.mark.parametrize(("how", "word"), [
-    ("raise", "(?s)rank 1 of 2 failed.*the reason of rank 1"),
-    ("kill", "exit code -9"),
-    ("exit", "exit code 7"),
-])
+@pytest.mark.parametrize(
+    ("how", "word"),
+    [
+        ("raise", "(?s)rank 1 of 2 failed.*the reason of rank 1"),
+        ("kill", "exit code -9"),
+        ("exit", "exit code 7"),
+    ],
+)
 def test_a_failing_rank_is_named_long_before_the_time_out(how, word):
     began = time.monotonic()
     with pytest.raises(RankFailedError, match=word):

@@ -50,7 +50,11 @@ def refused() -> list[str]:
         ("number loss", LossError, lambda: accumulator.backward_sum(1.0, local_count=1)),
         ("integer loss", LossError, lambda: accumulator.backward_sum(torch.tensor(1), local_count=1)),
         ("unknown name", PlacementError, lambda: accumulator.accumulate_sum({"nobody": torch.ones(1)}, 1)),
-        ("frozen", PlacementError, lambda: accumulator.accumulate_sum({frozen.name: torch.ones(frozen.shard_numel)}, 1)),
+        (
+            "frozen",
+            PlacementError,
+            lambda: accumulator.accumulate_sum({frozen.name: torch.ones(frozen.shard_numel)}, 1),
+        ),
         ("length", PlacementError, lambda: accumulator.accumulate_sum({name: torch.ones(shard[name].numel() + 1)}, 1)),
         ("integers", PlacementError, lambda: accumulator.accumulate_sum({name: shard[name].long()}, 1)),
         ("sum overflow", CounterOverflowError, lambda: accumulator.accumulate_sum(shard, 2**64 - 1)),
@@ -135,8 +139,12 @@ def broken() -> None:
     accumulator.backward_sum(engine(x), local_count=2)
     with pytest.raises(MemoryError):
         accumulator.backward_sum(engine(x, fails=True), local_count=2)
-    for call in (accumulator.step, accumulator.finish_sums, accumulator.contract,
-                 lambda: accumulator.backward_sum(engine(x), local_count=2)):
+    for call in (
+        accumulator.step,
+        accumulator.finish_sums,
+        accumulator.contract,
+        lambda: accumulator.backward_sum(engine(x), local_count=2),
+    ):
         with pytest.raises(BrokenWindowError, match="out of memory"):
             call()
     accumulator.discard()

@@ -66,8 +66,14 @@ def test_shards_cover_a_parameter_once(elements, world):
 
 
 def placement(**changes):
-    values = {"name": "w", "logical_shape": (7, 15), "rank": 1, "world_size": 4, "dtype": torch.float32,
-              "requires_grad": True}
+    values = {
+        "name": "w",
+        "logical_shape": (7, 15),
+        "rank": 1,
+        "world_size": 4,
+        "dtype": torch.float32,
+        "requires_grad": True,
+    }
     return ParameterPlacement(**{**values, **changes})
 
 
@@ -76,8 +82,14 @@ def test_placements_compare_field_by_field():
     assert placement(rank=3).shard_numel == 24
     assert placement(fragment=(3, 9)).shard_numel == 6
     compare([placement()], [placement()])
-    for field, value in {"logical_shape": (15, 7), "rank": 0, "world_size": 5, "dtype": torch.bfloat16,
-                         "requires_grad": False, "fragment": (0, 1)}.items():
+    for field, value in {
+        "logical_shape": (15, 7),
+        "rank": 0,
+        "world_size": 5,
+        "dtype": torch.bfloat16,
+        "requires_grad": False,
+        "fragment": (0, 1),
+    }.items():
         with pytest.raises(PlacementError, match=f"parameter 'w': {field} is .*expected") as caught:
             compare([placement()], [placement(**{field: value})])
         assert caught.value.found == value

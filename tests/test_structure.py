@@ -11,11 +11,19 @@ import pytest
 ROOT = Path(__file__).resolve().parent.parent
 PACKAGE = ROOT / "ruda_ds"
 ROWS = {
-    "errors": 0, "shapes": 0,
-    "config": 1, "_deepspeed": 1, "ops": 1, "comm": 1,
-    "accumulation": 2, "moe": 2,
-    "checkpoint": 3, "integrations": 3,
-    "engine": 4, "monitor": 4, "launch": 4,
+    "errors": 0,
+    "shapes": 0,
+    "config": 1,
+    "_deepspeed": 1,
+    "ops": 1,
+    "comm": 1,
+    "accumulation": 2,
+    "moe": 2,
+    "checkpoint": 3,
+    "integrations": 3,
+    "engine": 4,
+    "monitor": 4,
+    "launch": 4,
     "cli": 5,
 }
 FILES = sorted(path for path in PACKAGE.rglob("*.py") if path.name != "__init__.py" or path.parent != PACKAGE)
@@ -64,10 +72,17 @@ def test_importing_the_package_loads_neither_torch_nor_deepspeed():
 
 
 def test_setup_imports_nothing_heavy():
-    names = {alias.name.split(".")[0] for node in ast.walk(ast.parse((ROOT / "setup.py").read_text()))
-             if isinstance(node, ast.Import) for alias in node.names}
-    names |= {node.module.split(".")[0] for node in ast.walk(ast.parse((ROOT / "setup.py").read_text()))
-              if isinstance(node, ast.ImportFrom) and node.module}
+    names = {
+        alias.name.split(".")[0]
+        for node in ast.walk(ast.parse((ROOT / "setup.py").read_text()))
+        if isinstance(node, ast.Import)
+        for alias in node.names
+    }
+    names |= {
+        node.module.split(".")[0]
+        for node in ast.walk(ast.parse((ROOT / "setup.py").read_text()))
+        if isinstance(node, ast.ImportFrom) and node.module
+    }
     assert names <= {"re", "pathlib", "setuptools"}
 
 
@@ -76,7 +91,17 @@ def test_the_top_level_is_the_agreed_one():
     if tracked.returncode:
         pytest.skip("not a git checkout")
     tops = {line.split("/")[0] for line in tracked.stdout.splitlines()}
-    allowed = {"setup.py", "pyproject.toml", "README.md", "LICENSE", "MANIFEST.in", "ruda_ds", "ds_configs", "tests", "launch"}
+    allowed = {
+        "setup.py",
+        "pyproject.toml",
+        "README.md",
+        "LICENSE",
+        "MANIFEST.in",
+        "ruda_ds",
+        "ds_configs",
+        "tests",
+        "launch",
+    }
     assert {top for top in tops if not top.startswith(".")} <= allowed
 
 
@@ -86,6 +111,8 @@ def test_every_public_name_says_what_it_is():
         assert ast.get_docstring(tree) or not path.read_text().strip(), path
         for node in ast.walk(tree):
             if isinstance(node, (ast.FunctionDef, ast.ClassDef)) and not node.name.startswith("_"):
-                nested = any(isinstance(outer, ast.FunctionDef) and node in ast.walk(outer) and node is not outer
-                             for outer in ast.walk(tree))
+                nested = any(
+                    isinstance(outer, ast.FunctionDef) and node in ast.walk(outer) and node is not outer
+                    for outer in ast.walk(tree)
+                )
                 assert nested or ast.get_docstring(node), f"{path.name}: {node.name} has no docstring"

@@ -11,9 +11,11 @@ WORLDS = (1, 2, 3, 4)
 
 
 def windows(dtype: str, stage: int, loss_scale: float) -> list[dict]:
-    engine = make_engine(base_config(
-        zero_optimization={"stage": stage}, ruda={"accumulation": {"dtype": dtype, "loss_scale": loss_scale}}
-    ))
+    engine = make_engine(
+        base_config(
+            zero_optimization={"stage": stage}, ruda={"accumulation": {"dtype": dtype, "loss_scale": loss_scale}}
+        )
+    )
     accumulator = engine.accumulator
     reference = oracle(make_model())
     optimizer = torch.optim.SGD([p for p in reference.parameters() if p.requires_grad], lr=0.05)
@@ -27,16 +29,20 @@ def windows(dtype: str, stage: int, loss_scale: float) -> list[dict]:
         result = accumulator.step()
         optimizer.step()
         norm = torch.stack([gradient.norm() for gradient in wanted.values()]).norm().item()
-        report.append({
-            "gradient": gradient_error,
-            "parameters": worst(full_parameters(engine), {
-                n: p.detach().reshape(-1) for n, p in reference.named_parameters() if p.requires_grad}),
-            "loss": abs(result.loss - loss) / abs(loss),
-            "norm": abs(result.grad_norm - norm) / norm,
-            "count": (result.count, count),
-            "skipped": result.skipped,
-            "untouched": result.untouched,
-        })
+        report.append(
+            {
+                "gradient": gradient_error,
+                "parameters": worst(
+                    full_parameters(engine),
+                    {n: p.detach().reshape(-1) for n, p in reference.named_parameters() if p.requires_grad},
+                ),
+                "loss": abs(result.loss - loss) / abs(loss),
+                "norm": abs(result.grad_norm - norm) / norm,
+                "count": (result.count, count),
+                "skipped": result.skipped,
+                "untouched": result.untouched,
+            }
+        )
     return report
 
 

@@ -48,15 +48,17 @@ class GradientAccumulator:
 
     Raises:
         ConfigError: a stage or setting that is not supported, by key, value and what to set instead.
-        BindingError: the engine is bound to an accumulator already.
+        BindingError: the engine is bound to an accumulator already. One of another class that stands idle, as
+            `initialize` attaches it, gives way and is closed.
         HookError: the reduction gave a wrong sum in its self-test.
     """
 
     def __init__(self, engine: Any, dtype: torch.dtype | None = None, loss_scale: float | None = None) -> None:
-        if "accumulator" in vars(engine):
-            raise BindingError(
-                f"the engine is bound to a {type(vars(engine)['accumulator']).__name__} already; close() it first"
-            )
+        present = vars(engine).get("accumulator")
+        if present is not None:
+            if type(present) is type(self) or present.state.microbatches:
+                raise BindingError(f"the engine is bound to a {type(present).__name__} already; close() it first")
+            present.close()  # another kind, standing idle: the one that initialize attached
         _deepspeed.require_supported_version()
         settings = check_engine(engine)
         state = self._empty_state(dtype or settings.dtype, settings.loss_scale if loss_scale is None else loss_scale)
@@ -168,6 +170,10 @@ class GradientAccumulator:
         self._binding.next_count, _ = check_counts(local_count, None)
 
     def _require_whole(self) -> None:
+        if vars(self._engine).get("accumulator") is not self:
+            raise BindingError(
+                "this accumulator was closed, or another was bound to its engine; use engine.accumulator"
+            )
         if self._failure is not None:
             raise BrokenWindowError(
                 f"a backward of this window failed part-way ({self._failure}), so its sums are incomplete; "

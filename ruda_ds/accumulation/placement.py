@@ -113,7 +113,5 @@ def digest(placement: Sequence[ParameterPlacement]) -> int:
 
     What differs from rank to rank by design, the rank and the fragment, is left out.
     """
-    text = "\n".join(
-        f"{p.name} {p.logical_shape} {p.world_size} {p.dtype} {p.requires_grad}" for p in placement
-    )
+    text = "\n".join(f"{p.name} {p.logical_shape} {p.world_size} {p.dtype} {p.requires_grad}" for p in placement)
     return int.from_bytes(hashlib.sha256(text.encode()).digest()[:8], "big") >> 1

@@ -11,7 +11,7 @@ divisor. Buckets, streams, gathers, offload and the optimizer stay DeepSpeed's.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, Protocol
+from typing import Any, Protocol, cast
 
 import torch
 
@@ -112,7 +112,7 @@ class Stage3Reduction:
         self.gate = Gate()
         trainable = {p.name: p for p in placement if p.requires_grad}
         parameters = dict(engine.module.named_parameters())
-        self.names = {parameters[name].ds_id: name for name in trainable}
+        self.names = {_deepspeed.parameter_id(parameters[name]): name for name in trainable}
         theirs = _deepspeed.stage3_flat_gradients(self.optimizer)
         flat = theirs if dtype == theirs.dtype else torch.zeros_like(theirs, dtype=dtype)
         slots = {name: _deepspeed.stage3_slot(self.optimizer, parameters[name]) for name in trainable}
@@ -136,21 +136,21 @@ class Stage3Reduction:
         """A parameter used in two checkpointed regions becomes ready twice. If its first gradient still waits in the
         bucket, autograd has added the second to it, and DeepSpeed must not list it again."""
         self.gate.admit(parameter)
-        if parameter.ds_id in self._bucketed:
+        number = _deepspeed.parameter_id(parameter)
+        if number in self._bucketed:
             return False
-        self._bucketed.add(parameter.ds_id)
+        self._bucketed.add(number)
         return True
 
     def _scatter(self, parameters: list[torch.nn.Parameter], _: torch.dtype) -> list[torch.Tensor]:
         group = _deepspeed.partition_group(self.optimizer, parameters[0])
-        return scatter_sum([parameter.grad for parameter in parameters], self.dtype, group)
+        return scatter_sum([cast(torch.Tensor, p.grad) for p in parameters], self.dtype, group)
 
     def _partition(self, parameters: list[torch.nn.Parameter], shards: list[torch.Tensor]) -> None:
-        self.pending.add([self.names[parameter.ds_id] for parameter in parameters], shards)
+        self.pending.add([self.names[_deepspeed.parameter_id(parameter)] for parameter in parameters], shards)
         for parameter in parameters:
-            _deepspeed.record_gradient_stream(parameter.grad)
-            parameter.grad = None
-            self._bucketed.discard(parameter.ds_id)
+            _deepspeed.release_gradient(parameter)
+            self._bucketed.discard(_deepspeed.parameter_id(parameter))
 
     def _divide(self, gradient: torch.Tensor) -> None:
         # With float64 work the float32 values that DeepSpeed flattened are means already.
@@ -162,8 +162,10 @@ class Stage3Reduction:
         group = _deepspeed.data_parallel_group(self.optimizer)
         world, rank = torch.distributed.get_world_size(group), torch.distributed.get_rank(group)
         sizes = [2 * world + 1, 1, world]
-        gradients = [torch.arange(n, dtype=torch.float32, device=_deepspeed.gradient_device(self.optimizer)) + rank
-                     for n in sizes]
+        gradients = [
+            torch.arange(n, dtype=torch.float32, device=_deepspeed.gradient_device(self.optimizer)) + rank
+            for n in sizes
+        ]
         for size, shard in zip(sizes, scatter_sum(gradients, self.dtype, group), strict=True):
             start = min(rank * -(-size // world), size)
             want = [world * index + world * (world - 1) / 2 for index in range(start, start + shard.numel())]

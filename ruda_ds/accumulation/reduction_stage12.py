@@ -92,8 +92,11 @@ class Stage12Reduction:
         held = [stop - start for start, stop in (self.fragments[id(p)].held for p in bucket)]
         if summed.numel():
             *shards, used = summed.split([*held, len(bucket)])
-            arrived = [(self.names[id(p)], shard) for p, shard, flag in zip(bucket, shards, used.tolist(), strict=True)
-                       if flag and shard.numel()]
+            arrived = [
+                (self.names[id(p)], shard)
+                for p, shard, flag in zip(bucket, shards, used.tolist(), strict=True)
+                if flag and shard.numel()
+            ]
             self.pending.add([name for name, _ in arrived], [shard for _, shard in arrived])
         for parameter in bucket:
             if parameter.grad is not None:
@@ -131,8 +134,10 @@ class Stage12Reduction:
         self.terms.set(divisor, norm)
         partitions = self.partitions
         if self.dtype == torch.float64:
-            partitions = [partition.float() for partition in divide_(self.pending.flat, divisor).split(
-                [p.numel() for p in self.partitions])]
+            partitions = [
+                partition.float()
+                for partition in divide_(self.pending.flat, divisor).split([p.numel() for p in self.partitions])
+            ]
         _deepspeed.stage12_hand_over(self.optimizer, partitions)
 
     def remove(self) -> None:

@@ -13,7 +13,7 @@ from ruda_ds.accumulation.checks import check_counts, check_loss
 from ruda_ds.accumulation.state import AccumulationState
 from ruda_ds.accumulation.style import CallingStyle
 from ruda_ds.accumulation.totals import MicrobatchTotals
-from ruda_ds.errors import CallingStyleError, CountError, CounterOverflowError, StateError
+from ruda_ds.errors import CallingStyleError, CounterOverflowError, CountError, StateError
 
 
 @dataclass(frozen=True)
@@ -66,7 +66,8 @@ class WeightedGradientAccumulator(GradientAccumulator):
         weight = self._state.global_weight + totals.weight
         if math.isinf(torch.tensor(weight, dtype=self._state.dtype).item()):
             raise CounterOverflowError(f"global_weight would become {weight}, expected a finite {self._state.dtype}")
-        return replace(self._state.advanced(totals.count), global_weight=weight)
+        advanced: Any = self._state.advanced(totals.count)
+        return replace(advanced, global_weight=weight)
 
     def backward_sum(  # type: ignore[override]
         self,
@@ -105,4 +106,6 @@ class WeightedGradientAccumulator(GradientAccumulator):
 
     def count(self, local_count: int) -> None:
         """Refused: ``engine.backward`` has no place for a weight."""
-        raise CallingStyleError("a weighted window is filled by backward_sum(loss_sum, local_weight=..., local_count=...)")
+        raise CallingStyleError(
+            "a weighted window is filled by backward_sum(loss_sum, local_weight=..., local_count=...)"
+        )

@@ -111,8 +111,14 @@ def _rank_main(pipe: Connection, settings: tuple, function: Callable[..., Any], 
     try:
         os.environ.update(environ)
         os.environ.update(
-            RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(world_size), LOCAL_SIZE=str(world_size),
-            LOCAL_WORLD_SIZE=str(world_size), MASTER_ADDR="127.0.0.1", MASTER_PORT="0", GLOO_SOCKET_IFNAME="lo",
+            RANK=str(rank),
+            LOCAL_RANK=str(rank),
+            WORLD_SIZE=str(world_size),
+            LOCAL_SIZE=str(world_size),
+            LOCAL_WORLD_SIZE=str(world_size),
+            MASTER_ADDR="127.0.0.1",
+            MASTER_PORT="0",
+            GLOO_SOCKET_IFNAME="lo",
         )
         _join_group(rank, world_size, store_path, timeout_s)
         # Plain pickle: torch's own would share memory with a process that is about to end.
