@@ -398,3 +398,47 @@ def book_skipped_step(engine: Any) -> None:
     engine._step_applied = False
     engine._unmanaged_backward_count = 0
     engine.optimizer.zero_grad()
+
+
+# --- experts ----------------------------------------------------------------------------------------------------
+
+
+def mark_expert_parameter(name: str, parameter: torch.nn.Parameter, group_name: str, edp_group: Any) -> None:
+    """Tell ZeRO that a parameter is one rank's own, partitioned over the ranks that hold a copy of it.
+
+    With ``allreduce`` and ``group_name`` alone, ZeRO-3 broadcast rank 0's experts to all.
+
+    Raises:
+        ConfigError: the parameter was made under zero.Init, which partitioned it over all ranks already.
+    """
+    if hasattr(parameter, "ds_id"):
+        raise ConfigError(
+            f"expert parameter {name}",
+            "made under deepspeed.zero.Init",
+            "build the experts outside of zero.Init (on the meta device, or from owned slices): it has partitioned this "
+            "rank's own experts over all ranks",
+        )
+    marks = {
+        "allreduce": False,
+        "group_name": group_name,
+        "ds_zero_placement_family": "autoep_expert",
+        "ds_zero_partition_group_name": group_name,
+        "ds_zero_partition_process_group": edp_group,
+    }
+    for mark, value in marks.items():
+        setattr(parameter, mark, value)
+
+
+def is_expert_parameter(parameter: Any) -> bool:
+    """Whether `mark_expert_parameter` marked it."""
+    return getattr(parameter, "ds_zero_placement_family", None) == "autoep_expert"
+
+
+def mark_leaf_module(module: torch.nn.Module) -> None:
+    """Let ZeRO-3 gather and reduce all parameters of a module at once, whatever its forward uses of them.
+
+    Without it a rank without rows or experts hangs the others.
+    """
+    from deepspeed.utils import set_z3_leaf_module
+
+    set_z3_leaf_module(module, True)

@@ -88,6 +88,19 @@ class HookError(RudaError):
     """The reduction hook is not called as DeepSpeed is known to call it, or gave a wrong sum in its self-test."""
 
 
+class OwnershipError(RudaError, ValueError):
+    """An ownership of experts, or a cube of expert weights, does not fit the experts and ranks it is for."""
+
+
+class ExpertProtocolError(RudaError):
+    """A rank of an expert-parallel group could not take part in an exchange. Raised on every rank of the group."""
+
+    def __init__(self, rank: int, reason: str) -> None:
+        self.rank = rank
+        self.reason = reason
+        super().__init__(f"expert exchange: rank {rank} of the expert-parallel group: {reason}")
+
+
 class LaunchError(RudaError):
     """The environment of the launcher does not add up to ranks, a world and an address."""
 

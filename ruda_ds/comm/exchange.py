@@ -1,0 +1,163 @@
+"""Coordinated all-to-all-v: a header tells every rank what comes, then the rows come, or every rank raises.
+
+Letters: P ranks of the group, L experts owned here, R rows, H hidden width.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from enum import IntEnum
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from ruda_ds.comm.scope import CollectiveScope, current_scope
+from ruda_ds.errors import ExpertProtocolError
+
+DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
+# tracked, dtype, width, status, then the counts.
+FIXED_FIELDS = 4
+
+
+class Status(IntEnum):
+    """What a rank says of itself in the header."""
+
+    READY = 0
+    BAD_INPUT = 1
+    NOT_FINITE = 2
+    OUT_OF_MEMORY = 3
+    FAILED = 4
+
+
+REASONS = {
+    Status.BAD_INPUT: "its input does not fit the layer (dtype, width or device)",
+    Status.NOT_FINITE: "its input holds NaN or Inf",
+    Status.OUT_OF_MEMORY: "it ran out of memory",
+    Status.FAILED: "it raised an error; its own message says which",
+}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Header:
+    """What one header exchange told this rank.
+
+    Attributes:
+        counts: [P][L] rows of each owned expert that come from each rank.
+        tracked: whether any rank's input is tracked by autograd.
+    """
+
+    counts: list[list[int]]
+    tracked: bool
+
+    @property
+    def received(self) -> list[int]:
+        """Rows that come from each rank."""
+        return [sum(row) for row in self.counts]
+
+
+def exchange_headers(
+    counts: Sequence[int],
+    owned: Sequence[int],
+    *,
+    tracked: bool,
+    dtype: torch.dtype,
+    width: int,
+    status: Status,
+    group: dist.ProcessGroup,
+    device: torch.device,
+) -> Header:
+    """Tell every owner what comes, and hear it from every rank. The one host synchronisation of a layer's forward.
+
+    Args:
+        counts: [E] rows for each expert, in order; zeros if ``status`` is not READY.
+        owned: [P] experts owned by each rank.
+        tracked: whether this rank's rows are tracked by autograd.
+        dtype: of the rows.
+        width: H.
+        status: of this rank.
+        group: the expert-parallel ranks.
+        device: on which the group communicates.
+
+    Raises:
+        ExpertProtocolError: on every rank alike, if any rank is not READY or ranks disagree on dtype or width; no
+            payload has moved.
+    """
+    rank, world = dist.get_rank(group), dist.get_world_size(group)
+    own = [int(tracked), DTYPES.index(dtype), width, int(status)]
+    words: list[int] = []
+    start = 0
+    for number in owned:
+        words += [*own, *counts[start : start + number]]
+        start += number
+    sent = torch.tensor(words, dtype=torch.int64).to(device)
+    incoming = owned[rank] + FIXED_FIELDS
+    received = torch.empty(world * incoming, dtype=torch.int64, device=device)
+    dist.all_to_all_single(received, sent, [incoming] * world, [n + FIXED_FIELDS for n in owned], group=group)
+    rows = received.view(world, incoming).tolist()
+    for peer, (_, _, _, state, *_) in enumerate(rows):
+        if state != Status.READY:
+            raise ExpertProtocolError(peer, REASONS[Status(state)])
+    for peer, (_, kind, peer_width, *_) in enumerate(rows):
+        if (kind, peer_width) != (rows[0][1], rows[0][2]):
+            raise ExpertProtocolError(
+                peer,
+                f"it sends {DTYPES[kind]} rows of width {peer_width}, rank 0 sends {DTYPES[rows[0][1]]} rows of width "
+                f"{rows[0][2]}",
+            )
+    return Header(counts=[row[FIXED_FIELDS:] for row in rows], tracked=any(row[0] for row in rows))
+
+
+class _AllToAll(torch.autograd.Function):
+    """Rows out and back; the backward is the inverse exchange, entered on every rank."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        rows: torch.Tensor,
+        token: torch.Tensor,
+        sent: list[int],
+        received: list[int],
+        group: dist.ProcessGroup,
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        ctx.sent, ctx.received, ctx.group = sent, received, group
+        ctx.set_materialize_grads(True)
+        return _move(rows, sent, received, group), token.clone()
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor, token: torch.Tensor) -> tuple:
+        return _move(gradient, ctx.received, ctx.sent, ctx.group), token, None, None, None
+
+
+def _move(rows: torch.Tensor, sent: list[int], received: list[int], group: dist.ProcessGroup) -> torch.Tensor:
+    if dist.get_world_size(group) == 1:
+        return rows.clone()
+    out = rows.new_empty(sum(received), rows.shape[1])
+    dist.all_to_all_single(out, rows.contiguous(), received, sent, group=group)
+    return out
+
+
+def exchange_rows(
+    rows: torch.Tensor, sent: list[int], received: list[int], *, tracked: bool, group: dist.ProcessGroup
+) -> torch.Tensor:
+    """All-to-all-v of rows [R, H], ordered by rank. Tracked by autograd on every rank if it is on any.
+
+    Args:
+        sent: [P] rows for each rank; they lie one after another.
+        received: [P] rows from each rank.
+        tracked: the header's word on whether any rank tracks.
+        group: the expert-parallel ranks.
+    """
+    if not (tracked and torch.is_grad_enabled()):
+        return _move(rows, sent, received, group)
+    scope: CollectiveScope | None = current_scope()
+    token = scope.token if scope is not None and scope.token is not None else _new_token(rows)
+    moved, following = _AllToAll.apply(rows, token, sent, received, group)
+    if scope is not None:
+        scope.token = following
+    return moved
+
+
+def _new_token(rows: torch.Tensor) -> torch.Tensor:
+    return torch.zeros((), dtype=torch.float32, device=rows.device, requires_grad=True)

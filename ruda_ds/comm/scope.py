@@ -1,0 +1,70 @@
+"""One chain through all exchanges of a forward, so that every rank's backward enters them, in one order.
+
+[Note: why a chain]
+An all-to-all in a backward needs every rank. Autograd runs a node only if the loss depends on it: a rank whose loss
+leaves a layer out would not come, and the others would wait. Each exchange therefore also passes a token on, a number
+that is always 0, and ``complete`` ties the last token to the loss. The chain makes the backward of every exchange of
+the scope reachable on every rank, and orders it.
+"""
+
+from __future__ import annotations
+
+from contextvars import ContextVar, Token
+from types import TracebackType
+from typing import Any
+
+import torch
+
+_CURRENT: ContextVar[CollectiveScope | None] = ContextVar("ruda_ds_collective_scope", default=None)
+
+
+class _Tie(torch.autograd.Function):
+    """The loss, depending on the token with a derivative of zero."""
+
+    @staticmethod
+    def forward(ctx: Any, loss: torch.Tensor, token: torch.Tensor) -> torch.Tensor:
+        ctx.token = (token.dtype, token.device)
+        return loss.view_as(loss)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        dtype, device = ctx.token
+        return gradient, torch.zeros((), dtype=dtype, device=device)
+
+
+class CollectiveScope:
+    """Chains the exchanges of one forward. Use it around the forward of a micro-batch::
+
+        with CollectiveScope() as scope:
+            loss = model(batch)
+            loss = scope.complete(loss)
+        loss.backward()
+
+    A layer outside any scope works too, but then every rank's loss must use it.
+    """
+
+    def __init__(self) -> None:
+        self.token: torch.Tensor | None = None
+        self._outer: Token | None = None
+
+    def __enter__(self) -> CollectiveScope:
+        self._outer = _CURRENT.set(self)
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if self._outer is not None:
+            _CURRENT.reset(self._outer)
+            self._outer = None
+
+    def complete(self, loss: torch.Tensor) -> torch.Tensor:
+        """The same loss, depending on every tracked exchange of the scope, whether it uses their results or not."""
+        if self.token is None or not self.token.requires_grad:
+            return loss
+        return _Tie.apply(loss, self.token)
+
+
+def current_scope() -> CollectiveScope | None:
+    """The innermost scope that this thread of control stands in."""
+    return _CURRENT.get()

@@ -1,0 +1,16 @@
+"""Dropless expert parallelism with any contiguous ownership of experts."""
+
+from ruda_ds.moe.experts import ExpertParallelSwiGLUExperts
+from ruda_ds.moe.layer import ExpertParallelMoE, ExpertParallelMoEOutput
+from ruda_ds.moe.options import MoEOptions
+from ruda_ds.moe.ownership import ExpertOwnership
+from ruda_ds.moe.partition import ExpertPartitionContext
+
+__all__ = [
+    "ExpertOwnership",
+    "ExpertParallelMoE",
+    "ExpertParallelMoEOutput",
+    "ExpertParallelSwiGLUExperts",
+    "ExpertPartitionContext",
+    "MoEOptions",
+]

@@ -1,0 +1,89 @@
+"""Rows sorted by expert on the way out, weights applied once on the way back. No communication.
+
+Letters: T tokens, K experts a token, R = T * K rows (assignments), E experts, H hidden width.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+
+@dataclass(frozen=True, kw_only=True)
+class Dispatch:
+    """How T * K assignments are ordered by expert.
+
+    Attributes:
+        tokens: [R] int64, the token of each row, rows sorted by expert and, within one, by token.
+        slots: [T, K] int64, the row of each assignment; column k is a token's k-th expert in ascending order.
+        counts: [E] int64, rows of each expert.
+    """
+
+    tokens: torch.Tensor
+    slots: torch.Tensor
+    counts: torch.Tensor
+
+
+def sort_by_expert(experts: torch.Tensor, num_experts: int) -> Dispatch:
+    """The order of ``experts`` [T, K], ascending within a token."""
+    flat = experts.reshape(-1)
+    order = torch.sort(flat, stable=True).indices
+    slots = torch.empty_like(order)
+    slots[order] = torch.arange(order.numel(), device=order.device)
+    return Dispatch(
+        tokens=order.div(experts.shape[1], rounding_mode="floor"),
+        slots=slots.view_as(experts),
+        counts=torch.bincount(flat, minlength=num_experts),
+    )
+
+
+class Gather(torch.autograd.Function):
+    """Rows [R, H] out of tokens [T, H]; the backward adds a token's K gradients in ascending expert order."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, tokens: torch.Tensor, slots: torch.Tensor) -> torch.Tensor:
+        """``x[tokens]``."""
+        ctx.save_for_backward(slots)
+        return x.index_select(0, tokens)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, None, None]:
+        """Sum over K, in float32 or wider."""
+        (slots,) = ctx.saved_tensors
+        wide = torch.promote_types(gradient.dtype, torch.float32)
+        total = torch.zeros(slots.shape[0], gradient.shape[1], dtype=wide, device=gradient.device)
+        for column in slots.unbind(1):
+            total += gradient.index_select(0, column)
+        return total.to(gradient.dtype), None, None
+
+
+class Combine(torch.autograd.Function):
+    """out [T, H] = sum over k of weights [T, K] * rows[slots[:, k]], added in float32 in ascending expert order."""
+
+    @staticmethod
+    def forward(ctx: Any, rows: torch.Tensor, weights: torch.Tensor, slots: torch.Tensor) -> torch.Tensor:
+        """The weighted sum, in the rows' dtype."""
+        ctx.save_for_backward(rows, weights, slots)
+        wide = torch.promote_types(rows.dtype, torch.float32)
+        total = torch.zeros(slots.shape[0], rows.shape[1], dtype=wide, device=rows.device)
+        for k, column in enumerate(slots.unbind(1)):
+            total.addcmul_(rows.index_select(0, column).to(wide), weights[:, k : k + 1].to(wide))
+        return total.to(rows.dtype)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor | None, torch.Tensor | None, None]:
+        """Each row's gradient is written once; a weight's is a dot product in float32 or wider."""
+        rows, weights, slots = ctx.saved_tensors
+        wide = torch.promote_types(rows.dtype, torch.float32)
+        upstream = gradient.to(wide)
+        row_gradient = torch.empty_like(rows) if ctx.needs_input_grad[0] else None
+        weight_gradient = torch.empty_like(weights) if ctx.needs_input_grad[1] else None
+        for k, column in enumerate(slots.unbind(1)):
+            if row_gradient is not None:
+                row_gradient.index_copy_(0, column, (upstream * weights[:, k : k + 1].to(wide)).to(rows.dtype))
+            if weight_gradient is not None:
+                products = upstream * rows.index_select(0, column).to(wide)
+                weight_gradient[:, k] = products.sum(1).to(weights.dtype)
+        return row_gradient, weight_gradient, None

@@ -1,0 +1,241 @@
+"""The dropless expert-parallel layer: route, send rows to the owners of their experts, compute, bring them back.
+
+Letters: T tokens, K experts a token, E experts, L experts owned here, R rows, H hidden width, P ranks of the group.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from itertools import pairwise
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+
+from ruda_ds import _deepspeed
+from ruda_ds.comm.exchange import Status, exchange_headers, exchange_rows
+from ruda_ds.comm.groups import expert_groups
+from ruda_ds.errors import OwnershipError
+from ruda_ds.moe.dispatch import Combine, Gather, sort_by_expert
+from ruda_ds.moe.experts import ReceivedExperts
+from ruda_ds.moe.options import MoEOptions
+from ruda_ds.moe.router import choose
+
+
+@dataclass(frozen=True)
+class ExpertParallelMoEOutput:
+    """A forward with what it decided.
+
+    Attributes:
+        output: the input's shape and dtype.
+        router_logits: [T, E], tracked.
+        selected_experts: [T, K] int64, ascending.
+        sent_rows: [P] rows sent to each rank.
+        received_rows: [P] rows received from each rank.
+    """
+
+    output: torch.Tensor
+    router_logits: torch.Tensor
+    selected_experts: torch.Tensor
+    sent_rows: list[int]
+    received_rows: list[int]
+
+
+def _track_input(module: torch.nn.Module, args: tuple) -> tuple | None:
+    """ZeRO-3 reduces a leaf module's gradients when that of its input is there; so the input must have one."""
+    x = args[0]
+    if torch.is_grad_enabled() and isinstance(x, torch.Tensor) and x.is_floating_point() and not x.requires_grad:
+        return (x.detach().requires_grad_(), *args[1:])
+    return None
+
+
+class ExpertParallelMoE(torch.nn.Module):
+    """No token is dropped; routing weights are applied once, at the combine, in float32 and ascending expert order.
+
+    Every rank of the expert-parallel group calls it the same number of times, also with no token.
+
+    Args:
+        router: module [T, H] -> logits [T, E]; replicated.
+        experts: this rank's; see ReceivedExperts.
+        correction_bias: [E] selection-only bias; kept as a float32 buffer whatever the model is cast to.
+        options: selection, weights, backend.
+        router_input_dtype: the router works in this dtype; None: the input's.
+        group: a torch process group for use without DeepSpeed's engine; None: DeepSpeed's expert-parallel group of as
+            many ranks as the ownership has, set when the engine is made.
+
+    Raises:
+        OwnershipError: parts that do not fit each other.
+    """
+
+    correction_bias: torch.Tensor | None
+
+    def __init__(
+        self,
+        router: torch.nn.Module,
+        experts: ReceivedExperts,
+        correction_bias: torch.Tensor | None = None,
+        options: MoEOptions | None = None,
+        router_input_dtype: torch.dtype | None = None,
+        group: dist.ProcessGroup | None = None,
+    ) -> None:
+        super().__init__()
+        self.options = options or MoEOptions()
+        self.options.check(experts.ownership.num_experts)
+        self.router, self.experts = router, experts
+        self.router_input_dtype = router_input_dtype
+        self.group = group
+        bias = None
+        if correction_bias is not None:
+            if tuple(correction_bias.shape) != (experts.ownership.num_experts,):
+                raise OwnershipError(
+                    f"correction_bias has shape {tuple(correction_bias.shape)}, expected "
+                    f"({experts.ownership.num_experts},)"
+                )
+            bias = correction_bias.detach().float().clone()
+        self.register_buffer("correction_bias", bias)
+        if group is not None:
+            self._check_group(group)
+        self.register_forward_pre_hook(_track_input)
+
+    def _check_group(self, group: dist.ProcessGroup) -> None:
+        found = dist.get_rank(group), dist.get_world_size(group)
+        expected = self.experts.rank, self.experts.ownership.world_size
+        if found != expected:
+            raise OwnershipError(
+                f"rank {found[0]} of {found[1]} in the process group, but the experts are those of rank {expected[0]} "
+                f"of {expected[1]}"
+            )
+
+    def set_deepspeed_parallelism(self, use_data_before_expert_parallel_: bool = False) -> None:
+        """Called by DeepSpeed while it makes an engine: take its groups and mark the experts' parameters for ZeRO."""
+        groups = expert_groups(self.experts.ownership.world_size, use_data_before_expert_parallel_)
+        self._check_group(groups.expert_parallel)
+        self.group = groups.expert_parallel
+        for name, parameter in self.experts.named_parameters():
+            _deepspeed.mark_expert_parameter(name, parameter, groups.name, groups.expert_data_parallel)
+        _deepspeed.mark_leaf_module(self)
+
+    def _apply(self, fn: Any, recurse: bool = True) -> ExpertParallelMoE:
+        """Moves and casts as any module, but the bias stays float32: bf16 would flip close selections."""
+        exact = self.correction_bias
+        super()._apply(fn, recurse)
+        if exact is not None and self.correction_bias is not None and self.correction_bias.dtype != torch.float32:
+            self.correction_bias = exact.to(self.correction_bias.device)
+        return self
+
+    def forward(self, x: torch.Tensor, detailed: bool = False) -> Any:
+        """x [..., H] -> the same shape; with ``detailed`` the fields of ExpertParallelMoEOutput as a tuple.
+
+        Raises:
+            ExpertProtocolError: on every rank of the group, if any of them cannot take part.
+        """
+        if self.group is None:
+            raise OwnershipError(
+                "the layer has no process group: make an engine with DeepSpeed first, or pass group= to the constructor"
+            )
+        owned = self.experts.ownership.counts
+        try:
+            routed = self._route(x)
+            counts, status = routed[0].counts.tolist(), Status.READY
+        except Exception as error:
+            counts, status = [0] * sum(owned), _status_of(error)
+            self._exchange_headers(x, counts, status, owned)  # raises ExpertProtocolError on every rank
+            raise
+        header = self._exchange_headers(x, counts, status, owned)
+        dispatch, rows, weights, logits, experts = routed
+        prefix = self.experts.ownership.prefix
+        sent = [sum(counts[start:stop]) for start, stop in pairwise(prefix)]
+        arrived = exchange_rows(rows, sent, header.received, tracked=header.tracked, group=self.group)
+        computed = self._compute(arrived, header.counts)
+        returned = exchange_rows(computed, header.received, sent, tracked=header.tracked, group=self.group)
+        output = Combine.apply(returned, weights, dispatch.slots).view(x.shape)
+        return (output, logits, experts, sent, header.received) if detailed else output
+
+    def forward_detailed(self, x: torch.Tensor) -> ExpertParallelMoEOutput:
+        """`forward`, with the router's logits and choices of the same pass."""
+        return ExpertParallelMoEOutput(*self(x, detailed=True))
+
+    def _route(self, x: torch.Tensor) -> tuple:
+        hidden = self.experts.dimensions[1]
+        if x.ndim < 1 or x.shape[-1] != hidden or x.dtype != self.experts.dtype:
+            raise OwnershipError(
+                f"the layer's input is {tuple(x.shape)} {x.dtype}, expected [..., {hidden}] {self.experts.dtype}"
+            )
+        flat = x.reshape(-1, hidden)
+        logits = self._logits(flat)
+        experts, weights = choose(logits, self.options, self.correction_bias)
+        dispatch = sort_by_expert(experts, self.experts.ownership.num_experts)
+        return dispatch, Gather.apply(flat, dispatch.tokens, dispatch.slots), weights, logits, experts
+
+    def _logits(self, flat: torch.Tensor) -> torch.Tensor:
+        if self.router_input_dtype is None:
+            return self.router(flat)
+        flat = flat.to(self.router_input_dtype)
+        if isinstance(self.router, torch.nn.Linear):
+            bias = None if self.router.bias is None else self.router.bias.to(flat.dtype)
+            return F.linear(flat, self.router.weight.to(flat.dtype), bias)
+        return self.router(flat)
+
+    def _exchange_headers(self, x: torch.Tensor, counts: list[int], status: Status, owned: tuple[int, ...]) -> Any:
+        assert self.group is not None
+        return exchange_headers(
+            counts,
+            owned,
+            tracked=x.requires_grad and torch.is_grad_enabled(),
+            dtype=self.experts.dtype,
+            width=self.experts.dimensions[1],
+            status=status,
+            group=self.group,
+            device=x.device,
+        )
+
+    def _compute(self, arrived: torch.Tensor, counts: list[list[int]]) -> torch.Tensor:
+        """Rows that arrived by rank, each rank's by expert -> the experts' output in the same order."""
+        table = torch.tensor(counts, dtype=torch.int64).view(len(counts), -1)  # [P, L]
+        offsets = torch.zeros(table.shape[1] + 1, dtype=torch.int64)
+        torch.cumsum(table.sum(0), 0, out=offsets[1:])
+        offsets = offsets.to(arrived.device)
+        if table.shape[0] == 1 or table.shape[1] <= 1:
+            return self.experts.forward_received(arrived, offsets, self.options.backend)
+        by_expert = _regroup(table).to(arrived.device)
+        by_rank = torch.empty_like(by_expert)
+        by_rank[by_expert] = torch.arange(by_expert.numel(), device=arrived.device)
+        rows = _Permute.apply(arrived, by_expert, by_rank)
+        computed = self.experts.forward_received(rows, offsets, self.options.backend)
+        return _Permute.apply(computed, by_rank, by_expert)
+
+
+class _Permute(torch.autograd.Function):
+    """Rows in another order; the backward is the inverse order, a gather and not a scatter-add."""
+
+    @staticmethod
+    def forward(ctx: Any, rows: torch.Tensor, order: torch.Tensor, inverse: torch.Tensor) -> torch.Tensor:
+        ctx.save_for_backward(inverse)
+        return rows.index_select(0, order)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, None, None]:
+        (inverse,) = ctx.saved_tensors
+        return gradient.index_select(0, inverse), None, None
+
+
+def _regroup(table: torch.Tensor) -> torch.Tensor:
+    """[R] int64: the arrived row at each place when rows are sorted by expert and, within one, by rank.
+
+    Args:
+        table: [P, L] rows of each expert from each rank, in which order they arrived.
+    """
+    starts = torch.zeros(table.numel(), dtype=torch.int64)
+    torch.cumsum(table.reshape(-1)[:-1], 0, out=starts[1:])
+    sizes = table.t().reshape(-1)  # in the wanted order
+    begins = starts.view(table.shape).t().reshape(-1)
+    ends = torch.cumsum(sizes, 0)
+    within = torch.arange(int(sizes.sum())) - torch.repeat_interleave(ends - sizes, sizes)
+    return torch.repeat_interleave(begins, sizes) + within
+
+
+def _status_of(error: Exception) -> Status:
+    if isinstance(error, torch.OutOfMemoryError | MemoryError):
+        return Status.OUT_OF_MEMORY
+    return Status.BAD_INPUT if isinstance(error, OwnershipError) else Status.FAILED
