@@ -1,0 +1,157 @@
+"""A small decoder to train from scratch, and Hugging Face's in its place.
+
+Letters: B rows of a micro-batch, S row length, V vocabulary, D width.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F
+from torch.utils.checkpoint import checkpoint
+
+
+@dataclass(frozen=True)
+class DecoderConfig:
+    """Sizes of the decoder.
+
+    Attributes:
+        vocabulary: V.
+        width: D, a multiple of ``heads``.
+        layers: blocks.
+        heads: attention heads.
+        checkpointing: recompute each block in the backward.
+    """
+
+    vocabulary: int
+    width: int = 128
+    layers: int = 4
+    heads: int = 4
+    checkpointing: bool = False
+
+
+class Block(torch.nn.Module):
+    """Attention and a SwiGLU, each after an RMSNorm and around a residual."""
+
+    def __init__(self, config: DecoderConfig) -> None:
+        super().__init__()
+        width = config.width
+        self.heads = config.heads
+        self.before_attention = torch.nn.RMSNorm(width)
+        self.qkv = torch.nn.Linear(width, 3 * width, bias=False)
+        self.out = torch.nn.Linear(width, width, bias=False)
+        self.before_mlp = torch.nn.RMSNorm(width)
+        inner = -(-8 * width // 3 // 16) * 16
+        self.gate = torch.nn.Linear(width, inner, bias=False)
+        self.up = torch.nn.Linear(width, inner, bias=False)
+        self.down = torch.nn.Linear(inner, width, bias=False)
+
+    def forward(self, x: torch.Tensor, mask: torch.Tensor, rotation: torch.Tensor) -> torch.Tensor:
+        """x [B, S, D], mask [B, 1, S, S] bool, rotation [2, B, 1, S, D / heads] -> [B, S, D]."""
+        q, k, v = self.qkv(self.before_attention(x)).unflatten(-1, (3, self.heads, -1)).permute(2, 0, 3, 1, 4)
+        attended = F.scaled_dot_product_attention(rotate(q, rotation), rotate(k, rotation), v, attn_mask=mask)
+        x = x + self.out(attended.transpose(1, 2).flatten(2))
+        hidden = self.before_mlp(x)
+        return x + self.down(F.silu(self.gate(hidden)) * self.up(hidden))
+
+
+def rotate(x: torch.Tensor, rotation: torch.Tensor) -> torch.Tensor:
+    """Rotary position embedding (arXiv:2104.09864, eq. 34), halves in place of pairs."""
+    one, two = x.chunk(2, dim=-1)
+    return (x * rotation[0] + torch.cat([-two, one], dim=-1) * rotation[1]).to(x.dtype)
+
+
+def rotations(positions: torch.Tensor, size: int) -> torch.Tensor:
+    """cos and sin [2, B, 1, S, size] for positions [B, S]."""
+    frequencies = 10000 ** (-torch.arange(0, size, 2, device=positions.device, dtype=torch.float32) / size)
+    angles = (positions.unsqueeze(-1) * frequencies).repeat(1, 1, 2).unsqueeze(1)
+    return torch.stack([angles.cos(), angles.sin()])
+
+
+def document_mask(documents: torch.Tensor) -> torch.Tensor:
+    """[B, 1, S, S] bool: a position sees itself and what stood before it in its own document, [B, S]."""
+    size = documents.shape[1]
+    causal = torch.ones(size, size, dtype=torch.bool, device=documents.device).tril()
+    return (documents.unsqueeze(1) == documents.unsqueeze(2)).logical_and(causal).unsqueeze(1)
+
+
+class Decoder(torch.nn.Module):
+    """Token ids to logits; the embedding is tied to the output."""
+
+    def __init__(self, config: DecoderConfig) -> None:
+        super().__init__()
+        self.config = config
+        self.embedding = torch.nn.Embedding(config.vocabulary, config.width)
+        self.blocks = torch.nn.ModuleList(Block(config) for _ in range(config.layers))
+        self.norm = torch.nn.RMSNorm(config.width)
+        self.head = torch.nn.Linear(config.width, config.vocabulary, bias=False)
+        self.head.weight = self.embedding.weight
+        for name, parameter in self.named_parameters():
+            if parameter.ndim == 2:
+                scale = 0.02 / (2 * config.layers) ** 0.5 if name.endswith(("out.weight", "down.weight")) else 0.02
+                torch.nn.init.normal_(parameter, std=scale)
+
+    def forward(self, tokens: torch.Tensor, positions: torch.Tensor, documents: torch.Tensor) -> torch.Tensor:
+        """tokens, positions, documents [B, S] -> logits [B, S, V]."""
+        x = self.embedding(tokens)
+        mask = document_mask(documents)
+        rotation = rotations(positions, self.config.width // self.config.heads)
+        for block in self.blocks:
+            if self.config.checkpointing and self.training:
+                x = checkpoint(block, x, mask, rotation, use_reentrant=False)
+            else:
+                x = block(x, mask, rotation)
+        return self.head(self.norm(x))
+
+
+class FolderModel(torch.nn.Module):
+    """A causal language model of transformers behind the same call.
+
+    Documents of a packed row are kept apart by a 4-D mask, which transformers hands to its eager and SDPA attention.
+    """
+
+    def __init__(self, folder: str, checkpointing: bool) -> None:
+        super().__init__()
+        from pathlib import Path
+
+        from transformers import AutoConfig, AutoModelForCausalLM
+
+        has_weights = any(Path(folder).glob("*.safetensors")) or any(Path(folder).glob("*.bin"))
+        if has_weights:
+            self.model = AutoModelForCausalLM.from_pretrained(folder, local_files_only=True, dtype=torch.float32)
+        else:
+            config = AutoConfig.from_pretrained(folder, local_files_only=True)
+            self.model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
+        if checkpointing:
+            self.model.gradient_checkpointing_enable({"use_reentrant": False})
+
+    def forward(self, tokens: torch.Tensor, positions: torch.Tensor, documents: torch.Tensor) -> torch.Tensor:
+        """tokens, positions, documents [B, S] -> logits [B, S, V]."""
+        mask = document_mask(documents)
+        return self.model(input_ids=tokens, position_ids=positions, attention_mask=mask, use_cache=False).logits
+
+
+@torch.no_grad()
+def generate(
+    model: Callable[..., torch.Tensor], prompt: list[int], end: int, length: int, context: int, seed: int
+) -> list[int]:
+    """Sample ``length`` tokens after a prompt; every rank calls it, and all draw the same ones.
+
+    Args:
+        model: the engine, in eval mode.
+        end: stop at this token.
+        context: tokens that the model is shown at most.
+    """
+    device = next(model.parameters()).device  # type: ignore[attr-defined]
+    draw = torch.Generator().manual_seed(seed)
+    tokens = list(prompt)
+    for _ in range(length):
+        shown = torch.tensor([tokens[-context:]], device=device)
+        places = torch.arange(shown.shape[1], device=device).unsqueeze(0)
+        logits = model(shown, places, torch.zeros_like(shown))[0, -1].float().cpu()
+        tokens.append(int(torch.multinomial(torch.softmax(logits / 0.7, -1), 1, generator=draw)))
+        if tokens[-1] == end:
+            break
+    return tokens

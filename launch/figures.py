@@ -1,0 +1,74 @@
+"""One table and one picture out of what DeepSpeed's monitor wrote."""
+
+from __future__ import annotations
+
+import csv
+from pathlib import Path
+
+# DeepSpeed's CSV monitor writes one file a figure, "<prefix><figure>.csv", of (step, value) lines.
+PREFIX = "Train_Window_"
+
+
+def collect(folder: Path) -> list[dict[str, float]]:
+    """One row a step out of the monitor's files; a file that was appended to by a second run holds its header twice."""
+    table: dict[int, dict[str, float]] = {}
+    for file in sorted(folder.glob(f"{PREFIX}*.csv")):
+        figure = file.stem.removeprefix(PREFIX)
+        with file.open(newline="") as lines:
+            for step, value in csv.reader(lines):
+                if step != "step":
+                    table.setdefault(int(step), {})[figure] = float(value)
+    return [{"step": step, **table[step]} for step in sorted(table)]
+
+
+def write_table(rows: list[dict[str, float]], file: Path) -> None:
+    """metrics.csv: step first, then the figures by name; empty where a step has none."""
+    names = ["step", *sorted({name for row in rows for name in row} - {"step"})]
+    with file.open("w", newline="") as out:
+        writer = csv.DictWriter(out, names, restval="")
+        writer.writeheader()
+        writer.writerows(rows)
+
+
+def smooth(values: list[float], weight: float = 0.9) -> list[float]:
+    """Exponential mean without the bias of its start."""
+    result, mean, total = [], 0.0, 0.0
+    for value in values:
+        mean = weight * mean + (1 - weight) * value
+        total = weight * total + (1 - weight)
+        result.append(mean / total)
+    return result
+
+
+def draw(rows: list[dict[str, float]], file: Path) -> None:
+    """loss.png: the token mean of the loss, the gradient norm before and after clipping, and the speed."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    from matplotlib import pyplot
+
+    def series(name: str) -> tuple[list[float], list[float]]:
+        points = [(row["step"], row[name]) for row in rows if name in row]
+        return [step for step, _ in points], [value for _, value in points]
+
+    figure, axes = pyplot.subplots(
+        3, 1, figsize=(8, 8), sharex=True, height_ratios=[3, 2, 1], constrained_layout=True
+    )
+    steps, losses = series("loss")
+    axes[0].plot(steps, losses, color="#9db7d5", linewidth=1, label="each window")
+    axes[0].plot(steps, smooth(losses), color="#1f4e8c", linewidth=2, label="smoothed")
+    axes[0].set_ylabel("loss (nats a token)")
+    axes[1].plot(*series("grad_norm"), color="#c77c3a", linewidth=1.2, label="before clipping")
+    axes[1].plot(*series("clipped_norm"), color="#4b8b57", linewidth=1.2, linestyle="--", label="after clipping")
+    axes[1].set_ylabel("gradient norm")
+    axes[2].plot(*series("tokens_per_s"), color="#666666", linewidth=1)
+    axes[2].set_ylabel("tokens/s")
+    axes[2].set_ylim(bottom=0)
+    axes[2].set_xlabel("optimizer step")
+    for axis in axes:
+        axis.grid(alpha=0.25)
+        axis.spines[["top", "right"]].set_visible(False)
+        if axis.get_legend_handles_labels()[0]:
+            axis.legend(frameon=False)
+    figure.savefig(file, dpi=120)
+    pyplot.close(figure)

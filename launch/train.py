@@ -1,0 +1,220 @@
+"""Train a language model with exact windows: ``deepspeed launch/train.py --deepspeed --deepspeed_config FILE``.
+
+Runs under the deepspeed launcher, ``mpirun -n 2 python launch/train.py``, torchrun, or plain ``python``. A window is a
+budget of supervised tokens over all ranks; its gradient is the mean over exactly those tokens, whatever the number of
+ranks and however unevenly the rows fall.
+"""
+
+from __future__ import annotations
+
+import argparse
+import logging
+import math
+import os
+import sys
+import time
+import warnings
+from pathlib import Path
+
+HERE = Path(__file__).resolve().parent
+sys.path[:0] = [str(HERE)]
+DEFAULT_CONFIG = HERE.parent / "ds_configs" / "zero3_cpu.json"
+
+
+def parse(arguments: list[str] | None = None) -> argparse.Namespace:
+    """The command line; DeepSpeed's own arguments included."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    data = parser.add_argument_group("data")
+    data.add_argument("--data", help=".txt, .jsonl (text | prompt, response | messages) or a folder of them; default: "
+                      "the sources of the Python library, one document a file")
+    data.add_argument("--tokenizer", help="folder of a Hugging Face tokenizer; default: bytes")
+    data.add_argument("--seq-length", type=int, default=256, help="tokens a row (default %(default)s)")
+    data.add_argument("--tokens-per-step", type=int, default=4096,
+                      help="supervised tokens a window, over all ranks (default %(default)s)")
+    model = parser.add_argument_group("model")
+    model.add_argument("--model", help="folder of a Hugging Face causal model: fine-tuned if it has weights, trained "
+                       "from scratch if it has only a config; default: a small decoder")
+    model.add_argument("--layers", type=int, default=4)
+    model.add_argument("--width", type=int, default=128)
+    model.add_argument("--heads", type=int, default=4)
+    model.add_argument("--gradient-checkpointing", action="store_true")
+    run = parser.add_argument_group("run")
+    run.add_argument("--steps", type=int, help="windows to train; default: --epochs")
+    run.add_argument("--epochs", type=int, default=1)
+    run.add_argument("--lr", type=float, default=3e-3, help="peak learning rate (default %(default)s)")
+    run.add_argument("--warmup", type=int, default=10, help="windows of linear warm-up, then cosine to a tenth")
+    run.add_argument("--weight-decay", type=float, default=0.1)
+    run.add_argument("--seed", type=int, default=0)
+    run.add_argument("--output", type=Path, default=Path("runs/train"), help="folder for all results")
+    run.add_argument("--sample", default="def ", help="prompt of the text written at the end; empty for none")
+    run.add_argument("--verbose", action="store_true", help="show DeepSpeed's own log")
+    run.add_argument("--local_rank", type=int, default=-1, help=argparse.SUPPRESS)  # from the deepspeed launcher
+    run.add_argument("--deepspeed", action="store_true", help=argparse.SUPPRESS)  # always on
+    run.add_argument("--deepspeed_config", default=str(DEFAULT_CONFIG), help="DeepSpeed JSON (default: zero3_cpu.json)")
+    return parser.parse_args(arguments)
+
+
+def quiet() -> None:
+    """DeepSpeed's and torch's notes to developers would drown the progress bar."""
+    warnings.filterwarnings("ignore", category=FutureWarning)
+    logging.getLogger("DeepSpeed").setLevel(logging.ERROR)
+    logging.getLogger("ruda_ds").setLevel(logging.WARNING)
+
+
+def learning_rate(step: int, warmup: int, total: int) -> float:
+    """Factor of the peak rate: linear warm-up, then a cosine to a tenth."""
+    if step < warmup:
+        return (step + 1) / warmup
+    done = min(1.0, (step - warmup) / max(1, total - warmup))
+    return 0.1 + 0.45 * (1 + math.cos(math.pi * done))
+
+
+def build_model(args: argparse.Namespace, vocabulary: int):
+    """The model of the command line, the same on every rank."""
+    import torch
+    from decoder import Decoder, DecoderConfig, FolderModel
+
+    torch.manual_seed(args.seed)
+    if args.model:
+        return FolderModel(args.model, args.gradient_checkpointing)
+    return Decoder(DecoderConfig(vocabulary, args.width, args.layers, args.heads, args.gradient_checkpointing))
+
+
+def build_engine(args: argparse.Namespace, model, total_steps: int):
+    """The DeepSpeed engine with an exact accumulator, AdamW, warm-up and cosine."""
+    import torch
+
+    import ruda_ds
+    from ruda_ds import _deepspeed
+
+    config = dict(_deepspeed.load_config(args.deepspeed_config))
+    # The table and the picture are made from what this monitor writes; others go beside it, by config.
+    config["csv_monitor"] = {"enabled": True, "output_path": str(args.output), "job_name": "monitor"}
+    groups = [
+        {"params": [p for p in model.parameters() if p.requires_grad and p.ndim >= 2], "weight_decay": args.weight_decay},
+        {"params": [p for p in model.parameters() if p.requires_grad and p.ndim < 2], "weight_decay": 0.0},
+    ]
+    optimizer = torch.optim.AdamW([group for group in groups if group["params"]], lr=args.lr, betas=(0.9, 0.95))
+    schedule = lambda optimizer: torch.optim.lr_scheduler.LambdaLR(  # noqa: E731
+        optimizer, lambda step: learning_rate(step, args.warmup, total_steps)
+    )
+    engine, *_ = ruda_ds.initialize(model=model, optimizer=optimizer, lr_scheduler=schedule, config=config)
+    return engine
+
+
+def batch_of(rows, share: range, window: range, device):
+    """(tokens, positions, documents, targets), each [B, S], of a share of rows; one row without a target if it is empty."""
+    import torch
+    from corpus import NO_TARGET
+
+    picked = slice(share.start, share.stop) if share else slice(window.start, window.start + 1)
+    columns = [torch.from_numpy(c[picked]).long() for c in (rows.inputs, rows.positions, rows.documents, rows.targets)]
+    if not share:
+        columns[3] = torch.full_like(columns[3], NO_TARGET)
+    return [column.to(device) for column in columns]
+
+
+def train_window(engine, rows, window: range, micro_batch_size: int):
+    """All micro-batches of a window, then its step: the accumulation contract in five lines."""
+    import torch.nn.functional as F
+    from corpus import NO_TARGET, deal
+
+    accumulator = engine.accumulator
+    for share in deal(window, engine.global_rank, engine.world_size, micro_batch_size):
+        tokens, positions, documents, targets = batch_of(rows, share, window, engine.device)
+        logits = engine(tokens, positions, documents)
+        loss_sum = F.cross_entropy(logits.float().flatten(0, 1), targets.flatten(), ignore_index=NO_TARGET, reduction="sum")
+        accumulator.backward_sum(loss_sum, local_count=int((targets != NO_TARGET).sum()))
+    return accumulator.step()
+
+
+def describe(result, speed: float) -> str:
+    """What the progress bar says of a window."""
+    if result.skipped:
+        return f"skipped: {result.reason}"
+    norm = f"{result.grad_norm:.2f}"
+    if result.clipped_norm < result.grad_norm:
+        norm += f" -> {result.clipped_norm:.2f}"
+    unused = f", {len(result.untouched)} parameters unused" if result.untouched else ""
+    return f"loss {result.loss:.3f}, norm {norm}, {speed:,.0f} tok/s{unused}"
+
+
+def train(args: argparse.Namespace) -> None:
+    """The whole run."""
+    from tqdm import tqdm
+
+    from ruda_ds.launch import find_ranks
+
+    ranks = find_ranks()
+    import torch
+
+    if not torch.cuda.is_available():
+        os.environ.setdefault("DS_ACCELERATOR", "cpu")
+    if not args.verbose:
+        quiet()
+    from corpus import ByteTokenizer, Corpus, FolderTokenizer, Position, windows
+
+    from ruda_ds.monitor import write_window
+
+    leader = ranks.rank == 0
+    tokenizer = FolderTokenizer(args.tokenizer) if args.tokenizer else ByteTokenizer()
+    corpus = Corpus(args.data, tokenizer)
+    position = Position()
+    rows = corpus.rows(args.seed, position.epoch, args.seq_length)
+    plan = windows(rows.counts, args.tokens_per_step)
+    total = args.steps or args.epochs * len(plan)
+    engine = build_engine(args, build_model(args, tokenizer.vocabulary), total)
+    if leader:
+        args.output.mkdir(parents=True, exist_ok=True)
+        size = sum(p.ds_numel if hasattr(p, "ds_numel") else p.numel() for p in engine.module.parameters())
+        print(f"{len(corpus.documents):,} documents, {corpus.targets:,} targets, {len(plan):,} windows an epoch; "
+              f"{size:,} parameters on {ranks.world_size} ranks (started by: {ranks.launcher})", flush=True)
+    bar = tqdm(range(total), unit="step", disable=not leader, dynamic_ncols=True, file=sys.stdout, mininterval=0.5)
+    for _ in bar:
+        if position.window == len(plan):
+            position = Position(position.epoch + 1, 0)
+            rows = corpus.rows(args.seed, position.epoch, args.seq_length)
+            plan = windows(rows.counts, args.tokens_per_step)
+        began = time.perf_counter()
+        result = train_window(engine, rows, plan[position.window], engine.train_micro_batch_size_per_gpu())
+        speed = result.count / (time.perf_counter() - began)
+        position = Position(position.epoch, position.window + 1)
+        write_window(engine, result, {"tokens_per_s": speed, "learning_rate": engine.get_lr()[0]})
+        bar.set_postfix_str(describe(result, speed), refresh=False)
+    finish(args, engine, tokenizer, leader)
+
+
+def finish(args: argparse.Namespace, engine, tokenizer, leader: bool) -> None:
+    """A few lines of text from the model, the table, the picture, and where they are."""
+    import figures
+    from decoder import generate
+
+    if args.sample:
+        engine.eval()
+        prompt = tokenizer.encode(args.sample)
+        tokens = generate(engine, prompt, tokenizer.end, length=160, context=args.seq_length, seed=args.seed)
+        if leader:
+            print("\n--- a sample " + "-" * 60 + f"\n{tokenizer.decode(tokens)}\n" + "-" * 73)
+    if leader:
+        table = figures.collect(args.output / "monitor")
+        figures.write_table(table, args.output / "metrics.csv")
+        figures.draw(table, args.output / "loss.png")
+        losses = [row["loss"] for row in table if "loss" in row]
+        print(f"loss {losses[0]:.3f} -> {losses[-1]:.3f} in {len(table)} windows\n"
+              f"  {args.output / 'loss.png'}\n  {args.output / 'metrics.csv'}\n  {args.output / 'monitor'}/", flush=True)
+
+
+def main() -> None:
+    """Run, and leave nothing waiting."""
+    args = parse()
+    try:
+        train(args)
+    except KeyboardInterrupt:
+        sys.exit("interrupted")
+    import torch.distributed as dist
+
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main()
