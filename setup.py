@@ -28,7 +28,7 @@ setup(
     extras_require={
         "mpi": ["mpi4py>=4.0"],
         "train": ["transformers>=5.0", "tensorboard>=2.15", "matplotlib>=3.8"],
-        "test": ["pytest>=8.0", "hypothesis>=6.100", "mpi4py>=4.0"],
+        "test": ["pytest>=8.0", "hypothesis>=6.100", "mpi4py>=4.0", "mpich>=4.3"],
         "dev": ["ruff>=0.6", "mypy>=1.11"],
     },
     entry_points={

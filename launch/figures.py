@@ -51,9 +51,7 @@ def draw(rows: list[dict[str, float]], file: Path) -> None:
         points = [(row["step"], row[name]) for row in rows if name in row]
         return [step for step, _ in points], [value for _, value in points]
 
-    figure, axes = pyplot.subplots(
-        3, 1, figsize=(8, 8), sharex=True, height_ratios=[3, 2, 1], constrained_layout=True
-    )
+    figure, axes = pyplot.subplots(3, 1, figsize=(8, 8), sharex=True, height_ratios=[3, 2, 1], constrained_layout=True)
     steps, losses = series("loss")
     axes[0].plot(steps, losses, color="#9db7d5", linewidth=1, label="each window")
     axes[0].plot(steps, smooth(losses), color="#1f4e8c", linewidth=2, label="smoothed")

@@ -25,15 +25,25 @@ def parse(arguments: list[str] | None = None) -> argparse.Namespace:
     """The command line; DeepSpeed's own arguments included."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     data = parser.add_argument_group("data")
-    data.add_argument("--data", help=".txt, .jsonl (text | prompt, response | messages) or a folder of them; default: "
-                      "the sources of the Python library, one document a file")
+    data.add_argument(
+        "--data",
+        help=".txt, .jsonl (text | prompt, response | messages) or a folder of them; default: "
+        "the sources of the Python library, one document a file",
+    )
     data.add_argument("--tokenizer", help="folder of a Hugging Face tokenizer; default: bytes")
     data.add_argument("--seq-length", type=int, default=256, help="tokens a row (default %(default)s)")
-    data.add_argument("--tokens-per-step", type=int, default=4096,
-                      help="supervised tokens a window, over all ranks (default %(default)s)")
+    data.add_argument(
+        "--tokens-per-step",
+        type=int,
+        default=4096,
+        help="supervised tokens a window, over all ranks (default %(default)s)",
+    )
     model = parser.add_argument_group("model")
-    model.add_argument("--model", help="folder of a Hugging Face causal model: fine-tuned if it has weights, trained "
-                       "from scratch if it has only a config; default: a small decoder")
+    model.add_argument(
+        "--model",
+        help="folder of a Hugging Face causal model: fine-tuned if it has weights, trained "
+        "from scratch if it has only a config; default: a small decoder",
+    )
     model.add_argument("--layers", type=int, default=4)
     model.add_argument("--width", type=int, default=128)
     model.add_argument("--heads", type=int, default=4)
@@ -91,7 +101,10 @@ def build_engine(args: argparse.Namespace, model, total_steps: int):
     # The table and the picture are made from what this monitor writes; others go beside it, by config.
     config["csv_monitor"] = {"enabled": True, "output_path": str(args.output), "job_name": "monitor"}
     groups = [
-        {"params": [p for p in model.parameters() if p.requires_grad and p.ndim >= 2], "weight_decay": args.weight_decay},
+        {
+            "params": [p for p in model.parameters() if p.requires_grad and p.ndim >= 2],
+            "weight_decay": args.weight_decay,
+        },
         {"params": [p for p in model.parameters() if p.requires_grad and p.ndim < 2], "weight_decay": 0.0},
     ]
     optimizer = torch.optim.AdamW([group for group in groups if group["params"]], lr=args.lr, betas=(0.9, 0.95))
@@ -103,7 +116,7 @@ def build_engine(args: argparse.Namespace, model, total_steps: int):
 
 
 def batch_of(rows, share: range, window: range, device):
-    """(tokens, positions, documents, targets), each [B, S], of a share of rows; one row without a target if it is empty."""
+    """(tokens, positions, documents, targets), each [B, S]; of an empty share, one row without a target."""
     import torch
     from corpus import NO_TARGET
 
@@ -123,7 +136,9 @@ def train_window(engine, rows, window: range, micro_batch_size: int):
     for share in deal(window, engine.global_rank, engine.world_size, micro_batch_size):
         tokens, positions, documents, targets = batch_of(rows, share, window, engine.device)
         logits = engine(tokens, positions, documents)
-        loss_sum = F.cross_entropy(logits.float().flatten(0, 1), targets.flatten(), ignore_index=NO_TARGET, reduction="sum")
+        loss_sum = F.cross_entropy(
+            logits.float().flatten(0, 1), targets.flatten(), ignore_index=NO_TARGET, reduction="sum"
+        )
         accumulator.backward_sum(loss_sum, local_count=int((targets != NO_TARGET).sum()))
     return accumulator.step()
 
@@ -167,8 +182,11 @@ def train(args: argparse.Namespace) -> None:
     if leader:
         args.output.mkdir(parents=True, exist_ok=True)
         size = sum(p.ds_numel if hasattr(p, "ds_numel") else p.numel() for p in engine.module.parameters())
-        print(f"{len(corpus.documents):,} documents, {corpus.targets:,} targets, {len(plan):,} windows an epoch; "
-              f"{size:,} parameters on {ranks.world_size} ranks (started by: {ranks.launcher})", flush=True)
+        print(
+            f"{len(corpus.documents):,} documents, {corpus.targets:,} targets, {len(plan):,} windows an epoch; "
+            f"{size:,} parameters on {ranks.world_size} ranks (started by: {ranks.launcher})",
+            flush=True,
+        )
     bar = tqdm(range(total), unit="step", disable=not leader, dynamic_ncols=True, file=sys.stdout, mininterval=0.5)
     for _ in bar:
         if position.window == len(plan):
@@ -200,8 +218,11 @@ def finish(args: argparse.Namespace, engine, tokenizer, leader: bool) -> None:
         figures.write_table(table, args.output / "metrics.csv")
         figures.draw(table, args.output / "loss.png")
         losses = [row["loss"] for row in table if "loss" in row]
-        print(f"loss {losses[0]:.3f} -> {losses[-1]:.3f} in {len(table)} windows\n"
-              f"  {args.output / 'loss.png'}\n  {args.output / 'metrics.csv'}\n  {args.output / 'monitor'}/", flush=True)
+        print(
+            f"loss {losses[0]:.3f} -> {losses[-1]:.3f} in {len(table)} windows\n"
+            f"  {args.output / 'loss.png'}\n  {args.output / 'metrics.csv'}\n  {args.output / 'monitor'}/",
+            flush=True,
+        )
 
 
 def main() -> None:

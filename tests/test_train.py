@@ -1,0 +1,193 @@
+"""The training program, run as a person runs it: plain python, the deepspeed launcher, MPI, and each config."""
+
+import csv
+import json
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+ROOT = Path(__file__).resolve().parent.parent
+TRAIN = str(ROOT / "launch" / "train.py")
+SMALL = [
+    "--steps",
+    "3",
+    "--tokens-per-step",
+    "700",
+    "--seq-length",
+    "64",
+    "--layers",
+    "2",
+    "--width",
+    "32",
+    "--heads",
+    "2",
+    "--warmup",
+    "1",
+    "--sample",
+    "",
+]
+LAUNCHED = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT")
+
+
+def environment(**changes: str) -> dict[str, str]:
+    kept = {name: value for name, value in os.environ.items() if name not in LAUNCHED}
+    path = os.pathsep.join([str(Path(sys.executable).parent), kept.get("PATH", "")])
+    return {
+        **kept,
+        "PATH": path,
+        "OMP_NUM_THREADS": "1",
+        "DS_ACCELERATOR": "cpu",
+        "GLOO_SOCKET_IFNAME": "lo",
+        "PYTHONPATH": str(ROOT),
+        **changes,
+    }
+
+
+def run(command: list[str], *, fails: bool = False, timeout: int = 170, **changes: str) -> str:
+    done = subprocess.run(
+        command, env=environment(**changes), cwd=ROOT, capture_output=True, text=True, timeout=timeout
+    )
+    said = done.stdout + done.stderr
+    assert (done.returncode != 0) == fails, said[-4000:]
+    return said
+
+
+def table(output: Path) -> list[dict[str, float]]:
+    with (output / "metrics.csv").open(newline="") as lines:
+        return [{name: float(value) for name, value in row.items() if value} for row in csv.DictReader(lines)]
+
+
+@pytest.fixture(scope="module")
+def corpus(tmp_path_factory) -> str:
+    """Documents of very different lengths, so that micro-batches and ranks are uneven."""
+    path = tmp_path_factory.mktemp("data") / "documents.jsonl"
+    lines = [json.dumps({"text": f"{number} " * (1 + number * number % 40)}) for number in range(60)]
+    lines += [json.dumps({"prompt": "count " * (i % 9), "response": str(i)}) for i in range(40)]
+    path.write_text("\n".join(lines))
+    return str(path)
+
+
+@pytest.fixture(scope="module")
+def one_process(tmp_path_factory, corpus) -> list[dict[str, float]]:
+    output = tmp_path_factory.mktemp("one")
+    said = run([sys.executable, TRAIN, "--data", corpus, "--output", str(output), *SMALL])
+    assert "one process" in said
+    assert (output / "loss.png").read_bytes()[:4] == b"\x89PNG"
+    return table(output)
+
+
+def same_run(found: list[dict[str, float]], wanted: list[dict[str, float]]) -> None:
+    assert [row["step"] for row in found] == [row["step"] for row in wanted] == [1, 2, 3]
+    for row, other in zip(found, wanted, strict=True):
+        assert row["tokens"] == other["tokens"]
+        assert row["loss"] == pytest.approx(other["loss"], rel=1e-5)
+        assert row["grad_norm"] == pytest.approx(other["grad_norm"], rel=1e-4)
+
+
+def test_the_deepspeed_launcher_with_two_ranks_equals_one_process(tmp_path, corpus, one_process):
+    from ruda_ds.launch import free_port
+
+    said = run(
+        [
+            "deepspeed",
+            "--num_gpus",
+            "2",
+            "--master_addr",
+            "127.0.0.1",
+            "--master_port",
+            str(free_port()),
+            TRAIN,
+            "--deepspeed",
+            "--deepspeed_config",
+            "ds_configs/zero3_cpu.json",
+            "--data",
+            corpus,
+            "--output",
+            str(tmp_path),
+            *SMALL,
+        ]
+    )
+    assert "2 ranks (started by: deepspeed or torchrun)" in said
+    same_run(table(tmp_path), one_process)
+
+
+@pytest.mark.skipif(shutil.which("mpirun") is None, reason="no mpirun on this machine")
+def test_mpirun_with_three_ranks_equals_one_process(tmp_path, corpus, one_process):
+    said = run(
+        ["mpirun", "-n", "3", sys.executable, TRAIN, "--data", corpus, "--output", str(tmp_path), *SMALL],
+        OMPI_ALLOW_RUN_AS_ROOT="1",
+        OMPI_ALLOW_RUN_AS_ROOT_CONFIRM="1",
+        PRTE_MCA_rmaps_default_mapping_policy=":oversubscribe",
+    )
+    assert "3 ranks (started by: " in said
+    same_run(table(tmp_path), one_process)
+
+
+@pytest.mark.parametrize("config", sorted(path.name for path in (ROOT / "ds_configs").glob("*.json")))
+def test_each_config_starts_as_it_stands(tmp_path, corpus, config):
+    command = [
+        sys.executable,
+        TRAIN,
+        "--deepspeed_config",
+        f"ds_configs/{config}",
+        "--data",
+        corpus,
+        "--output",
+        str(tmp_path),
+        *SMALL,
+    ]
+    if "fp16" in config:
+        probe = "from deepspeed.accelerator import get_accelerator as a; print(a().is_fp16_supported())"
+        if "\nFalse" in "\n" + run([sys.executable, "-c", probe]):
+            assert "fp16 is not supported on your device" in run(command, fails=True)
+            return
+    run(command)
+    losses = [row["loss"] for row in table(tmp_path)]
+    assert losses[-1] < losses[0]
+
+
+def test_a_folder_of_transformers_trains(tmp_path, corpus):
+    transformers = pytest.importorskip("transformers")
+    config = transformers.LlamaConfig(
+        vocab_size=257,
+        hidden_size=32,
+        intermediate_size=48,
+        num_hidden_layers=2,
+        num_attention_heads=2,
+        num_key_value_heads=1,
+        max_position_embeddings=64,
+    )
+    fresh, tuned = tmp_path / "fresh", tmp_path / "tuned"
+    config.save_pretrained(fresh)
+    torch.manual_seed(0)
+    transformers.LlamaForCausalLM(config).save_pretrained(tuned)
+    first = []
+    for folder in (fresh, tuned):
+        run(
+            [
+                sys.executable,
+                TRAIN,
+                "--model",
+                str(folder),
+                "--data",
+                corpus,
+                "--output",
+                str(tmp_path / "run"),
+                "--gradient-checkpointing",
+                *SMALL,
+            ]
+        )
+        first.append(table(tmp_path / "run")[0]["loss"])
+    # Fresh weights of seed 0 and the saved ones of seed 0 are the same model.
+    assert first[0] == pytest.approx(first[1], rel=1e-5)
+
+
+def test_a_bad_document_ends_the_run_with_its_line(tmp_path):
+    bad = tmp_path / "bad.jsonl"
+    bad.write_text('{"text": "fine"}\n{"txt": "not"}\n')
+    assert "bad.jsonl, line 2: expected text" in run([sys.executable, TRAIN, "--data", str(bad), *SMALL], fails=True)
