@@ -415,8 +415,8 @@ def mark_expert_parameter(name: str, parameter: torch.nn.Parameter, group_name: 
         raise ConfigError(
             f"expert parameter {name}",
             "made under deepspeed.zero.Init",
-            "build the experts outside of zero.Init (on the meta device, or from owned slices): it has partitioned this "
-            "rank's own experts over all ranks",
+            "build the experts outside of zero.Init (on the meta device, or from owned slices): it has partitioned "
+            "this rank's own experts over all ranks",
         )
     marks = {
         "allreduce": False,
