@@ -120,7 +120,6 @@ def main(arguments: list[str] | None = None) -> int:
     """The command; 1 if something is not supported or a config is refused."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--deepspeed_config", metavar="FILE", help="a DeepSpeed JSON to look at")
-    parser.add_argument("--ops", action="store_true", help="show DeepSpeed's table of compiled operators too")
     parser.add_argument("--json", action="store_true", help="print one JSON object")
     args = parser.parse_args(arguments)
     logging.getLogger("DeepSpeed").setLevel(logging.ERROR)
@@ -132,8 +131,7 @@ def main(arguments: list[str] | None = None) -> int:
         print(json.dumps({"ok": not failed, **report}))
     else:
         print("\n\n".join(format_section(title, values) for title, values in report.items()))
-        if args.ops:
-            print("\n" + operators())
+        print("\n" + operators())
     return 1 if failed else 0
 
 
