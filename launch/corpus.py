@@ -202,6 +202,9 @@ class Corpus:
             targets.append(np.where(asked[1:], tokens[1:], NO_TARGET))
             documents.append(np.full(len(tokens) - 1, number, dtype=np.int32))
         columns = [_fold(inputs, length, 0), _fold(targets, length, NO_TARGET), _fold(documents, length, -1)]
+        # A long document fills many rows: a window of neighbours would be a window of one author.
+        mixed = np.random.default_rng([seed, epoch]).permutation(len(columns[0]))
+        columns = [column[mixed] for column in columns]
         return Rows(*columns, _positions(columns[2]))
 
 

@@ -403,10 +403,15 @@ def book_skipped_step(engine: Any) -> None:
 # --- experts ----------------------------------------------------------------------------------------------------
 
 
-def mark_expert_parameter(name: str, parameter: torch.nn.Parameter, group_name: str, edp_group: Any) -> None:
+def mark_expert_parameter(
+    name: str, parameter: torch.nn.Parameter, group_name: str, edp_group: Any, owned: range
+) -> None:
     """Tell ZeRO that a parameter is one rank's own, partitioned over the ranks that hold a copy of it.
 
     With ``allreduce`` and ``group_name`` alone, ZeRO-3 broadcast rank 0's experts to all.
+
+    Args:
+        owned: the experts that it holds; none makes it a placeholder.
 
     Raises:
         ConfigError: the parameter was made under zero.Init, which partitioned it over all ranks already.
@@ -424,14 +429,15 @@ def mark_expert_parameter(name: str, parameter: torch.nn.Parameter, group_name: 
         "ds_zero_placement_family": "autoep_expert",
         "ds_zero_partition_group_name": group_name,
         "ds_zero_partition_process_group": edp_group,
+        "ruda_experts": (owned.start, owned.stop),
     }
     for mark, value in marks.items():
         setattr(parameter, mark, value)
 
 
-def is_expert_parameter(parameter: Any) -> bool:
-    """Whether `mark_expert_parameter` marked it."""
-    return getattr(parameter, "ds_zero_placement_family", None) == "autoep_expert"
+def expert_range(parameter: Any) -> tuple[int, int] | None:
+    """Half-open range of the experts that a parameter holds; None if it is not an expert's."""
+    return getattr(parameter, "ruda_experts", None)
 
 
 def mark_leaf_module(module: torch.nn.Module) -> None:

@@ -8,6 +8,7 @@ from typing import Any
 
 from ruda_ds import _deepspeed, config
 from ruda_ds.accumulation import GradientAccumulator
+from ruda_ds.moe import chain_exchanges
 
 logger = logging.getLogger("ruda_ds")
 
@@ -50,6 +51,7 @@ def attach(engine: Any) -> GradientAccumulator:
         ConfigError, BindingError, VersionError, HookError: see GradientAccumulator.
     """
     accumulator = GradientAccumulator(engine)
+    chain_exchanges(engine.module)
     settings = accumulator.config
     if engine.global_rank == 0:
         logger.info(

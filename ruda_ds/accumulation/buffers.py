@@ -24,9 +24,13 @@ class PendingShards:
         self.touched: set[str] = set()
 
     def add(self, names: Sequence[str], shards: Sequence[torch.Tensor]) -> None:
-        """Add summed shards, each of the length of its view, in any floating dtype."""
-        fresh = [(self.views[n], s) for n, s in zip(names, shards, strict=True) if n not in self.touched]
-        again = [(self.views[n], s) for n, s in zip(names, shards, strict=True) if n in self.touched]
+        """Add summed shards, each of the length of its view, in any floating dtype.
+
+        A view of no elements takes anything: on a rank without experts ZeRO reduces a placeholder in its place.
+        """
+        given = [(name, self.views[name], shard) for name, shard in zip(names, shards, strict=True)]
+        fresh = [(view, shard) for name, view, shard in given if view.numel() and name not in self.touched]
+        again = [(view, shard) for name, view, shard in given if view.numel() and name in self.touched]
         for view, shard in fresh:
             view.copy_(shard, non_blocking=True)
         if again and all(shard.device == view.device and shard.dtype == view.dtype for view, shard in again):

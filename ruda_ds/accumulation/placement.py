@@ -27,6 +27,8 @@ class ParameterPlacement:
         requires_grad: whether it is trained.
         fragment: ZeRO-1/2 only: the half-open range of the flattened parameter that lies in this rank's part of
             DeepSpeed's flat group. None under ZeRO-3, where the range follows from rank and world_size.
+        experts: of an expert parameter: the half-open range of experts that its owner holds. Its logical shape is the
+            owner's cube, (0,) on a rank without experts, and its ranks are those that hold a copy of it.
     """
 
     name: str
@@ -36,6 +38,7 @@ class ParameterPlacement:
     dtype: torch.dtype
     requires_grad: bool
     fragment: tuple[int, int] | None = None
+    experts: tuple[int, int] | None = None
 
     @property
     def numel(self) -> int:
@@ -67,18 +70,20 @@ def live_placement(module: torch.nn.Module, optimizer: object) -> tuple[Paramete
         if not parameter.dtype.is_floating_point:
             continue
         group = _deepspeed.partition_group(optimizer, parameter)
+        shape, experts = tuple(_deepspeed.logical_shape(parameter)), _deepspeed.expert_range(parameter)
         fragment = None
         if fragments is not None:
             fragment = fragments[id(parameter)].held if id(parameter) in fragments else (0, 0)
         found.append(
             ParameterPlacement(
                 name=name,
-                logical_shape=tuple(_deepspeed.logical_shape(parameter)),
+                logical_shape=(0,) if experts is not None and experts[0] == experts[1] else shape,
                 rank=torch.distributed.get_rank(group),
                 world_size=torch.distributed.get_world_size(group),
                 dtype=parameter.dtype,
                 requires_grad=parameter.requires_grad,
                 fragment=fragment,
+                experts=experts,
             )
         )
     return tuple(sorted(found, key=lambda placement: placement.name))
@@ -111,7 +116,10 @@ def inspect(engine: Any, placement: Sequence[ParameterPlacement]) -> None:
 def digest(placement: Sequence[ParameterPlacement]) -> int:
     """63 bits that agree on all ranks if and only if (but for collisions) their placements describe one model.
 
-    What differs from rank to rank by design, the rank and the fragment, is left out.
+    What differs from rank to rank by design is left out: the rank, the fragment, and which experts a rank owns.
     """
-    text = "\n".join(f"{p.name} {p.logical_shape} {p.world_size} {p.dtype} {p.requires_grad}" for p in placement)
+    text = "\n".join(
+        f"{p.name} {'experts' if p.experts else p.logical_shape} {p.world_size} {p.dtype} {p.requires_grad}"
+        for p in placement
+    )
     return int.from_bytes(hashlib.sha256(text.encode()).digest()[:8], "big") >> 1

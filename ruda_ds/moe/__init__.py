@@ -1,5 +1,6 @@
 """Dropless expert parallelism with any contiguous ownership of experts."""
 
+from ruda_ds.moe.chain import chain_exchanges
 from ruda_ds.moe.experts import ExpertParallelSwiGLUExperts
 from ruda_ds.moe.layer import ExpertParallelMoE, ExpertParallelMoEOutput
 from ruda_ds.moe.options import MoEOptions
@@ -13,4 +14,5 @@ __all__ = [
     "ExpertParallelSwiGLUExperts",
     "ExpertPartitionContext",
     "MoEOptions",
+    "chain_exchanges",
 ]

@@ -112,8 +112,9 @@ class ExpertParallelMoE(torch.nn.Module):
         groups = expert_groups(self.experts.ownership.world_size, use_data_before_expert_parallel_)
         self._check_group(groups.expert_parallel)
         self.group = groups.expert_parallel
+        owned = self.experts.ownership.range(self.experts.rank)
         for name, parameter in self.experts.named_parameters():
-            _deepspeed.mark_expert_parameter(name, parameter, groups.name, groups.expert_data_parallel)
+            _deepspeed.mark_expert_parameter(name, parameter, groups.name, groups.expert_data_parallel, owned)
         _deepspeed.mark_leaf_module(self)
 
     def _apply(self, fn: Any, recurse: bool = True) -> ExpertParallelMoE:
