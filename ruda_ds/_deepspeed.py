@@ -102,6 +102,17 @@ def in_engine_step(engine: Any) -> bool:
     return engine._running_engine_step
 
 
+# The folder of DeepSpeed's CPU collectives under torch's extension cache.
+SHARED_MEMORY_OP = "deepspeed_shm_comm"
+
+
+def load_shared_memory_op() -> None:
+    """Build or load what DeepSpeed's gloo backend loads at its start; later loads in this process find it there."""
+    from deepspeed.comm.torch import build_shm_op
+
+    build_shm_op()
+
+
 # --- both optimizers --------------------------------------------------------------------------------------------
 
 

@@ -64,3 +64,17 @@ def unpicklable():
 def test_a_result_that_does_not_pickle_is_an_error():
     with pytest.raises(RankFailedError, match="pickle"):
         run_ranks(unpicklable, 1)
+
+
+def test_a_stale_build_lock_is_removed_and_a_fresh_one_is_not(tmp_path, capsys):
+    from ruda_ds.cli.warm import remove_stale_lock
+
+    lock = tmp_path / "lock"
+    assert not remove_stale_lock(tmp_path)
+    lock.touch()
+    assert not remove_stale_lock(tmp_path)
+    assert lock.exists()
+    os.utime(lock, (0, 0))
+    assert remove_stale_lock(tmp_path)
+    assert not lock.exists()
+    assert "left by a build that was killed" in capsys.readouterr().err

@@ -13,7 +13,8 @@ import torch
 import torch.distributed as dist
 
 FEATURES = 7
-ROWS = 24
+# Divides evenly over 1, 2, 3, 4, 6, 9 and 12 shares.
+ROWS = 36
 
 
 class Probe(torch.nn.Module):
@@ -35,7 +36,8 @@ class Case:
     """One row of the table.
 
     Attributes:
-        split: "even", "uneven", or "empty" (a rank and a micro-batch without tokens).
+        split: "even" (as many tokens on every rank in every micro-batch), "uneven", or "empty" (uneven, and one rank
+            and one micro-batch have no tokens).
         microbatches: M.
         model: "float32" or "bfloat16".
         work: "float32" or "float64".
@@ -60,11 +62,18 @@ def shares(case: Case, world: int) -> list[list[list[int]]]:
     return table
 
 
-def data(dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
-    """x [24, 7], and [24] bool: which rows carry a token."""
+def data(case: Case) -> tuple[torch.Tensor, torch.Tensor]:
+    """x [36, 7], and [36] bool: which rows carry a token; all of them in an even split."""
     generator = torch.Generator().manual_seed(12)
     x = torch.randn(ROWS, FEATURES, generator=generator)
-    return x.to(dtype), torch.rand(ROWS, generator=generator) > 0.3
+    counted = torch.rand(ROWS, generator=generator) > (0.0 if case.split == "even" else 0.3)
+    return x.to(getattr(torch, case.model)), counted
+
+
+def local_batch(case: Case, share: list[int]) -> tuple[torch.Tensor, torch.Tensor]:
+    """The rows of a share; one row that carries no token if it is empty, so that every rank has a graph."""
+    x, counted = data(case)
+    return (x[share], counted[share]) if share else (x[:1], torch.zeros(1, dtype=torch.bool))
 
 
 def probe(dtype: torch.dtype) -> Probe:
@@ -73,10 +82,11 @@ def probe(dtype: torch.dtype) -> Probe:
     return Probe().to(dtype)
 
 
-def reference(dtype: torch.dtype) -> dict[str, torch.Tensor]:
-    """Gradient of the token mean over the window: one process, float64, from the weights as ``dtype`` rounds them."""
-    model = copy.deepcopy(probe(dtype)).double()
-    x, counted = data(dtype)
+def reference(case: Case) -> dict[str, torch.Tensor]:
+    """Gradient of the token mean over the window: one process, float64, from weights and rows as the case's model
+    dtype rounds them."""
+    model = copy.deepcopy(probe(getattr(torch, case.model))).double()
+    x, counted = data(case)
     losses = model.outlet(torch.tanh(model.inlet(x.double()))) * model.scale + 1
     (losses.pow(2).mean(-1) * counted).sum().div(counted.sum()).backward()
     return {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
@@ -99,8 +109,11 @@ def config(case: Case) -> dict:
 
 
 def worst(found: Mapping[str, torch.Tensor], wanted: Mapping[str, torch.Tensor]) -> float:
-    """The largest relative error of a parameter's gradient, by norm."""
-    return max(((found[n].double() - g).norm() / g.norm()).item() for n, g in wanted.items())
+    """The largest relative error of a parameter's gradient, by norm; NaN if any of them is."""
+    # torch's maximum, not Python's: that one passes over a NaN which does not come first.
+    return (
+        torch.stack([(found[name].double() - want).norm() / want.norm() for name, want in wanted.items()]).max().item()
+    )
 
 
 def measure_ours(cases: list[Case]) -> list[dict[str, float]]:
@@ -115,44 +128,42 @@ def measure_ours(cases: list[Case]) -> list[dict[str, float]]:
         settings = {**config(case), "ruda": {"accumulation": {"dtype": case.work}}}
         optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
         engine, *_ = ruda_ds.initialize(model=model, optimizer=optimizer, config=settings)
-        x, counted = data(dtype)
         sums = {name: torch.zeros(p.shape, dtype=torch.float64) for name, p in probe(dtype).named_parameters()}
         for table in shares(case, dist.get_world_size()):
-            mine = table[dist.get_rank()] or [0]
-            weights = counted[mine] if table[dist.get_rank()] else torch.zeros(1, dtype=torch.bool)
-            engine.accumulator.backward_sum((engine(x[mine]) * weights).sum(), local_count=int(weights.sum()))
-            twin = probe(dtype)
-            (twin(x[mine]) * weights).sum().backward()
+            x, counted = local_batch(case, table[dist.get_rank()])
+            engine.accumulator.backward_sum((engine(x) * counted).sum(), local_count=int(counted.sum()))
+            twin = probe(dtype)  # the same bits as the engine's model, in the same arithmetic: the same local gradients
+            (twin(x) * counted).sum().backward()
             for name, parameter in twin.named_parameters():
                 local = parameter.grad.double() if parameter.grad is not None else torch.zeros_like(sums[name])
                 dist.all_reduce(local)
                 sums[name] += local
         reduction = worst(_whole(engine, engine.accumulator.pending()), sums)
         mean = _whole(engine, engine.accumulator.finish_mean().gradients)
-        report.append({"gradient": worst(mean, reference(dtype)), "reduction": reduction})
+        report.append({"gradient": worst(mean, reference(case)), "reduction": reduction})
     return report
 
 
 def measure_stock(cases: list[Case]) -> list[float]:
-    """For each case: the error of stock DeepSpeed ZeRO-3, fed each micro-batch's local mean as people do."""
+    """For each case: the error of stock DeepSpeed ZeRO-3, fed each micro-batch's local mean as people do.
+
+    The gradient is read before the step that ends the window.
+    """
     import deepspeed
     from deepspeed.utils import safe_get_full_grad
 
     report = []
     for case in cases:
-        dtype = getattr(torch, case.model)
-        model = probe(dtype)
+        model = probe(getattr(torch, case.model))
         optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
         engine, *_ = deepspeed.initialize(model=model, optimizer=optimizer, config=config(case))
-        x, counted = data(dtype)
         for number, table in enumerate(shares(case, dist.get_world_size())):
-            mine = table[dist.get_rank()] or [0]
-            weights = counted[mine] if table[dist.get_rank()] else torch.zeros(1, dtype=torch.bool)
-            engine.backward((engine(x[mine]) * weights).sum() / weights.sum().clamp(min=1))
+            x, counted = local_batch(case, table[dist.get_rank()])
+            engine.backward((engine(x) * counted).sum() / counted.sum().clamp(min=1))
             if number + 1 < case.microbatches:
                 engine.step()
         gradients = {name: safe_get_full_grad(p) for name, p in engine.module.named_parameters()}
-        report.append(worst(gradients, reference(dtype)))
+        report.append(worst(gradients, reference(case)))
     return report
 
 

@@ -30,6 +30,7 @@ PRELOAD = [
     # DeepSpeed imports it in initialize, and it compiles at import.
     "deepspeed.runtime.zero.muon.muon_optimizer",
     "ruda_ds.engine",
+    "ruda_ds.cli.warm",
 ]
 # After one rank has failed, the others have this long to fail by themselves and be reported with it.
 GRACE_S = 1.0

@@ -4,17 +4,34 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import copy
 import importlib.metadata
 import io
 import json
-import logging
+import os
 import platform
+import re
 import sys
+from collections.abc import Iterator, Mapping
+from pathlib import Path
 from typing import Any
 
 import ruda_ds
+from ruda_ds.errors import ConfigError, VersionError
 
 PACKAGES = ("torch", "deepspeed", "transformers", "safetensors", "mpi4py")
+# A refused setting is normally removed to find the next one; these are asked for and must be there.
+REPAIRS: dict[str, Any] = {"zero_optimization.stage": 3, "fp16.loss_scale": 128.0}
+AUTO = "auto (decided by the library that makes the engine)"
+
+
+@contextlib.contextmanager
+def deepspeed_notes_aside() -> Iterator[None]:
+    """While DeepSpeed is imported, send what it logs to stderr: its logger would write into our standard output."""
+    with contextlib.redirect_stdout(sys.stderr):
+        import deepspeed  # noqa: F401
+
+        yield
 
 
 def versions() -> dict[str, str]:
@@ -34,19 +51,36 @@ def machine() -> dict[str, str]:
     from deepspeed.accelerator import get_accelerator
 
     accelerator = get_accelerator()
-    count = accelerator.device_count()
+    kind, count = accelerator.device_name(), accelerator.device_count()
+    names = [torch.cuda.get_device_name(index) for index in range(count)] if kind == "cuda" else [kind] * count
     backends = {
         "gloo": torch.distributed.is_gloo_available(),
         "nccl": torch.distributed.is_nccl_available(),
         "mpi": torch.distributed.is_mpi_available(),
     }
     return {
-        "accelerator": f"{accelerator.device_name()}, {count} device{'s' if count != 1 else ''}",
+        "accelerator": kind,
+        "devices": ", ".join(f"{names.count(name)} x {name}" for name in dict.fromkeys(names)) or "none",
+        "processor cores": str(os.cpu_count()),
         "communication": accelerator.communication_backend_name() or "none",
         "torch.distributed": ", ".join(name for name, there in backends.items() if there),
         "bf16": "yes" if accelerator.is_bf16_supported() else "no",
         "fp16": "yes" if accelerator.is_fp16_supported() else "no",
+        "locked builds": "; ".join(map(lock_advice, build_locks())) or "none",
     }
+
+
+def build_locks() -> list[Path]:
+    """Locks in torch's folder of compiled extensions: a killed build leaves one, and every later load waits for it."""
+    from torch.utils.cpp_extension import get_default_build_root
+
+    root = Path(os.environ.get("TORCH_EXTENSIONS_DIR") or get_default_build_root())
+    return sorted(root.rglob("lock"))
+
+
+def lock_advice(lock: Path) -> str:
+    """What a user is to do about a lock."""
+    return f"{lock} holds up every load of this operator: delete it unless a build is running"
 
 
 def support() -> dict[str, str]:
@@ -55,7 +89,6 @@ def support() -> dict[str, str]:
     from deepspeed.runtime.zero import stage3, stage_1_and_2
 
     from ruda_ds import _deepspeed
-    from ruda_ds.errors import VersionError
 
     checks = {
         "DeepSpeed version": _deepspeed.require_supported_version,
@@ -77,62 +110,125 @@ def support() -> dict[str, str]:
     return found
 
 
-def config_findings(path: str) -> dict[str, str]:
-    """What `ruda_ds.initialize` would make of a config; the key "refused" is there if it would refuse it."""
+def refusals(given: Mapping[str, Any]) -> list[ConfigError]:
+    """Everything in a config that `ruda_ds.config.check` refuses, not only the first thing."""
+    from ruda_ds import config
+
+    trial, found = copy.deepcopy(dict(given)), []
+    while True:
+        try:
+            config.check(trial)
+            return found
+        except ConfigError as error:
+            if error.key in [earlier.key for earlier in found]:
+                return found
+            found.append(error)
+            _repair(trial, error.key)
+
+
+def _repair(trial: dict[str, Any], key: str) -> None:
+    """Take the refused setting away, or set what is missing, so that the next one is found."""
+    *path, last = key.split(".")
+    section: Any = trial
+    for name in path:
+        section = section.setdefault(name, {}) if isinstance(section, dict) else None
+    if isinstance(section, dict):
+        section.pop(last, None)
+        if key in REPAIRS:
+            section[last] = REPAIRS[key]
+
+
+def config_findings(path: str) -> tuple[dict[str, str], list[str]]:
+    """(what `ruda_ds.initialize` would make of a config, what it would refuse: key, value and advice)."""
     from ruda_ds import _deepspeed, config
-    from ruda_ds.errors import ConfigError
 
     try:
-        given: dict[str, Any] = _deepspeed.load_config(path)
-        section = config.check(given).accumulation
-    except (ConfigError, ValueError, OSError) as error:
-        return {"refused": str(error)}
-    completed = config.complete(given)
-    filled = [f"{key} = {json.dumps(value)}" for key, value in completed.items() if given.get(key) != value]
-    scale = section.loss_scale or config.lookup(given, "fp16.loss_scale") or 1.0
-    clipping = given.get("gradient_clipping")
+        given: Any = _deepspeed.load_config(path)
+    except (ValueError, OSError) as error:
+        return {}, [f"{path}: {error}"]
+    if not isinstance(given, dict):
+        return {}, [f"{path}: the file holds a {type(given).__name__}, expected a JSON object"]
+    refused = [str(error).removeprefix("DeepSpeed config: ") for error in refusals(given)]
+    if refused:
+        return {}, refused
+    section = config.check(given).accumulation
+    clipping = given.get("gradient_clipping", "1 (DeepSpeed's default; 0 turns it off)")
+    half_scale = config.lookup(given, "fp16.loss_scale") if _switch(given, "fp16") else None
     return {
         "ZeRO stage": str(config.lookup(given, "zero_optimization.stage")),
+        "model dtype": _model_dtype(given),
         "pending sums": section.dtype,
-        "loss scale": f"{scale:g}",
-        "gradient clipping": f"{clipping:g}" if clipping is not None else "1 (DeepSpeed's default; 0 turns it off)",
+        "loss scale": _number(section.loss_scale or half_scale or 1.0),
+        "gradient clipping": _number(clipping),
+        "micro-batches a window": _number(given.get("gradient_accumulation_steps", "1 (DeepSpeed's default)")),
         "window without a token": "skipped and reported" if section.skip_empty_window else "stepped with zeros",
-        "filled in": "; ".join(filled) or "nothing",
-    }
+        "filled in": "; ".join(_additions(given, config.complete(given))) or "nothing",
+    }, []
+
+
+def _switch(given: Mapping[str, Any], key: str) -> Any:
+    """Whether a section is on: DeepSpeed's default is off; "auto" is neither."""
+    section = given.get(key)
+    return section.get("enabled", False) if isinstance(section, Mapping) else section
+
+
+def _model_dtype(given: Mapping[str, Any]) -> str:
+    switches = {"bfloat16": _switch(given, "bf16") or _switch(given, "bfloat16"), "float16": _switch(given, "fp16")}
+    on = [name for name, value in switches.items() if value is True]
+    return on[0] if on else AUTO if "auto" in switches.values() else "float32"
+
+
+def _number(value: Any) -> str:
+    if value == "auto":
+        return AUTO
+    return f"{value:g}" if isinstance(value, (int, float)) else str(value)
+
+
+def _additions(given: Any, completed: Mapping[str, Any], prefix: str = "") -> Iterator[str]:
+    """Dotted keys, with their values, that ``completed`` has and ``given`` has not."""
+    for key, value in completed.items():
+        present = given.get(key) if isinstance(given, Mapping) else None
+        if isinstance(value, Mapping):
+            yield from _additions(present, value, f"{prefix}{key}.")
+        elif present != value:
+            yield f"{prefix}{key} = {json.dumps(value)}"
 
 
 def operators() -> str:
-    """DeepSpeed's own table of compiled operators."""
+    """DeepSpeed's own table of compiled operators, without its colours where nobody sees them."""
     from deepspeed import env_report
 
     text = io.StringIO()
     with contextlib.redirect_stdout(text):
         env_report.op_report(verbose=False)
-    return text.getvalue()
+    return text.getvalue() if sys.stdout.isatty() else re.sub(r"\x1b\[\d+m", "", text.getvalue())
 
 
-def format_section(title: str, values: dict[str, str]) -> str:
-    """Names and values in two columns."""
-    return "\n".join([title, *(f"  {name:<24} {value}" for name, value in values.items())])
+def format_section(title: str, values: Mapping[str, str] | list[str]) -> str:
+    """Names and values in two columns, or a list."""
+    lines = [f"  {name:<24} {value}" for name, value in values.items()] if isinstance(values, Mapping) else values
+    return "\n".join([title, *(line if isinstance(values, Mapping) else f"  {line}" for line in lines)])
 
 
 def main(arguments: list[str] | None = None) -> int:
     """The command; 1 if something is not supported or a config is refused."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--deepspeed_config", metavar="FILE", help="a DeepSpeed JSON to look at")
-    parser.add_argument("--json", action="store_true", help="print one JSON object")
+    parser.add_argument("--json", action="store_true", help="print one JSON object, without the table of operators")
     args = parser.parse_args(arguments)
-    logging.getLogger("DeepSpeed").setLevel(logging.ERROR)
-    report: dict[str, dict[str, str]] = {"versions": versions(), "machine": machine(), "support": support()}
-    if args.deepspeed_config:
-        report["config"] = config_findings(args.deepspeed_config)
-    failed = "refused" in report.get("config", {}) or any(value != "ok" for value in report["support"].values())
+    report: dict[str, Any] = {"versions": versions()}
+    with deepspeed_notes_aside():
+        report |= {"machine": machine(), "support": support()}
+        if args.deepspeed_config:
+            report["config"], refused = config_findings(args.deepspeed_config)
+            report["refused"] = refused
+    failed = bool(report.get("refused")) or any(value != "ok" for value in report["support"].values())
     if args.json:
         print(json.dumps({"ok": not failed, **report}))
-    else:
-        print("\n\n".join(format_section(title, values) for title, values in report.items()))
-        print("\n" + operators())
-    return 1 if failed else 0
+        return int(failed)
+    print("\n\n".join(format_section(title, values) for title, values in report.items() if values))
+    print("\n" + operators())
+    return int(failed)
 
 
 if __name__ == "__main__":

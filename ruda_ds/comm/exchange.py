@@ -8,13 +8,14 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import IntEnum
+from itertools import accumulate
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
 from ruda_ds.comm.scope import CollectiveScope, current_scope
-from ruda_ds.errors import ExpertProtocolError
+from ruda_ds.errors import ExpertProtocolError, OwnershipError
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 # tracked, dtype, width, status, then the counts.
@@ -45,7 +46,7 @@ class Header:
 
     Attributes:
         counts: [P][L] rows of each owned expert that come from each rank.
-        tracked: whether any rank's input is tracked by autograd.
+        tracked: whether the ranks track gradients; all do or none does.
     """
 
     counts: list[list[int]]
@@ -73,7 +74,8 @@ def exchange_headers(
     Args:
         counts: [E] rows for each expert, in order; zeros if ``status`` is not READY.
         owned: [P] experts owned by each rank.
-        tracked: whether this rank's rows are tracked by autograd.
+        tracked: whether this rank's rows are tracked by autograd. Every rank must answer alike: one that does not track
+            would not enter the inverse exchange.
         dtype: of the rows.
         width: H.
         status: of this rank.
@@ -81,8 +83,8 @@ def exchange_headers(
         device: on which the group communicates.
 
     Raises:
-        ExpertProtocolError: on every rank alike, if any rank is not READY or ranks disagree on dtype or width; no
-            payload has moved.
+        ExpertProtocolError: on every rank alike, if any rank is not READY or ranks disagree on dtype, width or
+            tracking; no payload has moved.
     """
     rank, world = dist.get_rank(group), dist.get_world_size(group)
     own = [int(tracked), DTYPES.index(dtype), width, int(status)]
@@ -106,7 +108,12 @@ def exchange_headers(
                 f"it sends {DTYPES[kind]} rows of width {peer_width}, rank 0 sends {DTYPES[rows[0][1]]} rows of width "
                 f"{rows[0][2]}",
             )
-    return Header(counts=[row[FIXED_FIELDS:] for row in rows], tracked=any(row[0] for row in rows))
+    tracks = [bool(row[0]) for row in rows]
+    if any(tracks) and not all(tracks):
+        raise ExpertProtocolError(
+            tracks.index(False), f"it runs without gradients (torch.no_grad), rank {tracks.index(True)} with them"
+        )
+    return Header(counts=[row[FIXED_FIELDS:] for row in rows], tracked=all(tracks))
 
 
 class _AllToAll(torch.autograd.Function):
@@ -141,15 +148,15 @@ def _move(rows: torch.Tensor, sent: list[int], received: list[int], group: dist.
 def exchange_rows(
     rows: torch.Tensor, sent: list[int], received: list[int], *, tracked: bool, group: dist.ProcessGroup
 ) -> torch.Tensor:
-    """All-to-all-v of rows [R, H], ordered by rank. Tracked by autograd on every rank if it is on any.
+    """All-to-all-v of rows [R, H], ordered by rank.
 
     Args:
         sent: [P] rows for each rank; they lie one after another.
         received: [P] rows from each rank.
-        tracked: the header's word on whether any rank tracks.
+        tracked: the header's word.
         group: the expert-parallel ranks.
     """
-    if not (tracked and torch.is_grad_enabled()):
+    if not tracked:
         return _move(rows, sent, received, group)
     scope: CollectiveScope | None = current_scope()
     token = scope.token if scope is not None and scope.token is not None else _new_token(rows)
@@ -157,6 +164,55 @@ def exchange_rows(
     if scope is not None:
         scope.token = following
     return moved
+
+
+def exchange_results(
+    results: torch.Tensor | Exception,
+    sent: list[int],
+    received: list[int],
+    *,
+    like: torch.Tensor,
+    tracked: bool,
+    group: dist.ProcessGroup,
+) -> torch.Tensor:
+    """The way back: `exchange_rows` of blocks that each end in one row more, this rank's status.
+
+    Args:
+        results: [sum(sent) + P, H], a zero row at the end of each rank's block; or what went wrong here.
+        sent: [P] results for each rank, without the status rows.
+        received: [P] results from each rank.
+        like: [.., H], dtype and device of results.
+
+    Returns:
+        [sum(received) + P, H].
+
+    Raises:
+        ExpertProtocolError: on every rank, if any rank has gone wrong; nobody waits for results that do not come.
+    """
+    out, back = [count + 1 for count in sent], [count + 1 for count in received]
+    if isinstance(results, Exception):
+        status = status_of(results)
+        payload = like.new_zeros(sum(out), like.shape[1])
+        payload[_ends(out), 0] = int(status)
+        _move(payload, out, back, group)
+        raise ExpertProtocolError(dist.get_rank(group), REASONS[status]) from results
+    returned = exchange_rows(results, out, back, tracked=tracked, group=group)
+    for peer, code in enumerate(returned.detach()[_ends(back), 0].tolist()):
+        if code:
+            raise ExpertProtocolError(peer, REASONS[Status(int(code))])
+    return returned
+
+
+def _ends(blocks: list[int]) -> list[int]:
+    """The last row of each block."""
+    return [end - 1 for end in accumulate(blocks)]
+
+
+def status_of(error: Exception) -> Status:
+    """What a rank tells the others of an error."""
+    if isinstance(error, torch.OutOfMemoryError | MemoryError):
+        return Status.OUT_OF_MEMORY
+    return Status.BAD_INPUT if isinstance(error, OwnershipError) else Status.FAILED
 
 
 def _new_token(rows: torch.Tensor) -> torch.Tensor:

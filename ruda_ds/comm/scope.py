@@ -2,9 +2,10 @@
 
 [Note: why a chain]
 An all-to-all in a backward needs every rank. Autograd runs a node only if the loss depends on it: a rank whose loss
-leaves a layer out would not come, and the others would wait. Each exchange therefore also passes a token on, a number
-that is always 0, and ``complete`` ties the last token to the loss. The chain makes the backward of every exchange of
-the scope reachable on every rank, and orders it.
+leaves a layer out would not come, and the others would wait. ``complete`` therefore ties the output of every layer of
+the scope to the loss, with a derivative of zero, so that its whole backward runs, its router's and its experts' too.
+Each exchange also passes a token on, a number that is always 0: it chains the exchanges, so that those of branches
+that do not depend on each other come in one order on every rank.
 """
 
 from __future__ import annotations
@@ -19,17 +20,17 @@ _CURRENT: ContextVar[CollectiveScope | None] = ContextVar("ruda_ds_collective_sc
 
 
 class _Tie(torch.autograd.Function):
-    """The loss, depending on the token with a derivative of zero."""
+    """The loss, depending on further tensors with derivatives of zero."""
 
     @staticmethod
-    def forward(ctx: Any, loss: torch.Tensor, token: torch.Tensor) -> torch.Tensor:
-        ctx.token = (token.dtype, token.device)
+    def forward(ctx: Any, loss: torch.Tensor, *others: torch.Tensor) -> torch.Tensor:
+        ctx.others = [(other.shape, other.dtype, other.device) for other in others]
         return loss.view_as(loss)
 
     @staticmethod
-    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        dtype, device = ctx.token
-        return gradient, torch.zeros((), dtype=dtype, device=device)
+    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        zeros = (torch.zeros((), dtype=dtype, device=device).expand(shape) for shape, dtype, device in ctx.others)
+        return gradient, *zeros
 
 
 class CollectiveScope:
@@ -45,6 +46,7 @@ class CollectiveScope:
 
     def __init__(self) -> None:
         self.token: torch.Tensor | None = None
+        self._outputs: list[torch.Tensor] = []
         self._outer: Token | None = None
 
     def __enter__(self) -> CollectiveScope:
@@ -58,11 +60,16 @@ class CollectiveScope:
             _CURRENT.reset(self._outer)
             self._outer = None
 
+    def keep(self, output: torch.Tensor) -> None:
+        """A layer's output, for `complete`."""
+        if output.requires_grad:
+            self._outputs.append(output)
+
     def complete(self, loss: torch.Tensor) -> torch.Tensor:
-        """The same loss, depending on every tracked exchange of the scope, whether it uses their results or not."""
+        """The same loss, depending on every tracked layer of the scope, whether it uses their results or not."""
         if self.token is None or not self.token.requires_grad:
             return loss
-        return _Tie.apply(loss, self.token)
+        return _Tie.apply(loss, self.token, *self._outputs)
 
 
 def current_scope() -> CollectiveScope | None:

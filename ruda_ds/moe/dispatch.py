@@ -87,3 +87,50 @@ class Combine(torch.autograd.Function):
                 products = upstream * rows.index_select(0, column).to(wide)
                 weight_gradient[:, k] = products.sum(1).to(weights.dtype)
         return row_gradient, weight_gradient, None
+
+
+class Reorder(torch.autograd.Function):
+    """rows[order] for a permutation: the backward is a copy to places and not a scatter-add."""
+
+    @staticmethod
+    def forward(ctx: Any, rows: torch.Tensor, order: torch.Tensor) -> torch.Tensor:
+        """[R, H] in another order."""
+        ctx.save_for_backward(order)
+        return rows.index_select(0, order)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, None]:
+        """The inverse order."""
+        (order,) = ctx.saved_tensors
+        return torch.empty_like(gradient).index_copy_(0, order, gradient), None
+
+
+class Spread(torch.autograd.Function):
+    """Rows [R, H] at distinct places of a zero [size, H]."""
+
+    @staticmethod
+    def forward(ctx: Any, rows: torch.Tensor, places: torch.Tensor, size: int) -> torch.Tensor:
+        """[size, H]."""
+        ctx.save_for_backward(places)
+        return rows.new_zeros(size, rows.shape[1]).index_copy_(0, places, rows)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, None, None]:
+        """The rows back."""
+        (places,) = ctx.saved_tensors
+        return gradient.index_select(0, places), None, None
+
+
+def regroup(table: torch.Tensor) -> torch.Tensor:
+    """[R] int64: the arrived row at each place when rows are sorted by expert and, within one, by rank.
+
+    Args:
+        table: [P, L] rows of each expert from each rank, in which order they arrived.
+    """
+    starts = torch.zeros(table.numel(), dtype=torch.int64)
+    torch.cumsum(table.reshape(-1)[:-1], 0, out=starts[1:])
+    sizes = table.t().reshape(-1)  # in the wanted order
+    begins = starts.view(table.shape).t().reshape(-1)
+    ends = torch.cumsum(sizes, 0)
+    within = torch.arange(int(sizes.sum())) - torch.repeat_interleave(ends - sizes, sizes)
+    return torch.repeat_interleave(begins, sizes) + within

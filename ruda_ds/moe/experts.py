@@ -35,9 +35,12 @@ class ExpertGeometry(Protocol):
 
 
 class ReceivedExperts(ExpertGeometry, Protocol):
-    """Experts that compute on received rows; any module with this protocol fits in the layer."""
+    """Experts that compute on received rows; any module with this protocol fits in the layer.
 
-    def forward_received(self, rows: torch.Tensor, offsets: torch.Tensor, backend: str) -> torch.Tensor:
+    The layer calls the module, so that ZeRO-3 gathers its parameters, and marks it as a leaf.
+    """
+
+    def __call__(self, rows: torch.Tensor, offsets: torch.Tensor, backend: str) -> torch.Tensor:
         """[R, H] rows sorted by owned expert, offsets [L + 1] -> [R, H]. Routing weights are not applied here."""
 
 
@@ -110,7 +113,7 @@ class ExpertParallelSwiGLUExperts(torch.nn.Module):
         """Dtype of the weights."""
         return self.gate.dtype
 
-    def forward_received(self, rows: torch.Tensor, offsets: torch.Tensor, backend: str = "auto") -> torch.Tensor:
+    def forward(self, rows: torch.Tensor, offsets: torch.Tensor, backend: str = "auto") -> torch.Tensor:
         """[R, H] rows sorted by owned expert, offsets [L + 1] int64 -> [R, H]."""
         if not self.dimensions[0]:
             return rows  # none can have come

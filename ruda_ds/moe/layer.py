@@ -7,17 +7,25 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from itertools import pairwise
-from typing import Any
+from typing import Any, cast
 
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 
 from ruda_ds import _deepspeed
-from ruda_ds.comm.exchange import Status, exchange_headers, exchange_rows
+from ruda_ds.comm.exchange import (
+    Header,
+    Status,
+    exchange_headers,
+    exchange_results,
+    exchange_rows,
+    status_of,
+)
 from ruda_ds.comm.groups import expert_groups
+from ruda_ds.comm.scope import current_scope
 from ruda_ds.errors import OwnershipError
-from ruda_ds.moe.dispatch import Combine, Gather, sort_by_expert
+from ruda_ds.moe.dispatch import Combine, Gather, Reorder, Spread, regroup, sort_by_expert
 from ruda_ds.moe.experts import ReceivedExperts
 from ruda_ds.moe.options import MoEOptions
 from ruda_ds.moe.router import choose
@@ -42,12 +50,12 @@ class ExpertParallelMoEOutput:
     received_rows: list[int]
 
 
-def _track_input(module: torch.nn.Module, args: tuple) -> tuple | None:
-    """ZeRO-3 reduces a leaf module's gradients when that of its input is there; so the input must have one."""
-    x = args[0]
-    if torch.is_grad_enabled() and isinstance(x, torch.Tensor) and x.is_floating_point() and not x.requires_grad:
-        return (x.detach().requires_grad_(), *args[1:])
-    return None
+def _track(x: torch.Tensor) -> torch.Tensor:
+    """With gradients on, a tensor that requires one: the backward must enter the exchanges whatever lies below, and
+    ZeRO-3 reduces a leaf module's gradients only when that of its input is there."""
+    if torch.is_grad_enabled() and x.is_floating_point() and not x.requires_grad:
+        return x.detach().requires_grad_()
+    return x
 
 
 class ExpertParallelMoE(torch.nn.Module):
@@ -85,6 +93,7 @@ class ExpertParallelMoE(torch.nn.Module):
         self.router, self.experts = router, experts
         self.router_input_dtype = router_input_dtype
         self.group = group
+        self._owner_ends = torch.tensor(experts.ownership.prefix[1:])
         bias = None
         if correction_bias is not None:
             if tuple(correction_bias.shape) != (experts.ownership.num_experts,):
@@ -96,7 +105,6 @@ class ExpertParallelMoE(torch.nn.Module):
         self.register_buffer("correction_bias", bias)
         if group is not None:
             self._check_group(group)
-        self.register_forward_pre_hook(_track_input)
 
     def _check_group(self, group: dist.ProcessGroup) -> None:
         found = dist.get_rank(group), dist.get_world_size(group)
@@ -115,7 +123,7 @@ class ExpertParallelMoE(torch.nn.Module):
         owned = self.experts.ownership.range(self.experts.rank)
         for name, parameter in self.experts.named_parameters():
             _deepspeed.mark_expert_parameter(name, parameter, groups.name, groups.expert_data_parallel, owned)
-        _deepspeed.mark_leaf_module(self)
+        _deepspeed.mark_leaf_module(cast(torch.nn.Module, self.experts))
 
     def _apply(self, fn: Any, recurse: bool = True) -> ExpertParallelMoE:
         """Moves and casts as any module, but the bias stays float32: bf16 would flip close selections."""
@@ -140,17 +148,24 @@ class ExpertParallelMoE(torch.nn.Module):
             routed = self._route(x)
             counts, status = routed[0].counts.tolist(), Status.READY
         except Exception as error:
-            counts, status = [0] * sum(owned), _status_of(error)
-            self._exchange_headers(x, counts, status, owned)  # raises ExpertProtocolError on every rank
+            counts, status = [0] * sum(owned), status_of(error)
+            self._exchange_headers(counts, status, owned)  # raises ExpertProtocolError on every rank
             raise
-        header = self._exchange_headers(x, counts, status, owned)
+        header = self._exchange_headers(counts, status, owned)
         dispatch, rows, weights, logits, experts = routed
         prefix = self.experts.ownership.prefix
         sent = [sum(counts[start:stop]) for start, stop in pairwise(prefix)]
         arrived = exchange_rows(rows, sent, header.received, tracked=header.tracked, group=self.group)
-        computed = self._compute(arrived, header.counts)
-        returned = exchange_rows(computed, header.received, sent, tracked=header.tracked, group=self.group)
-        output = Combine.apply(returned, weights, dispatch.slots).view(x.shape)
+        results = self._compute(arrived, header)
+        returned = exchange_results(
+            results, header.received, sent, like=arrived, tracked=header.tracked, group=self.group
+        )
+        # Each owner's block of results ends in its status, so rows stand as many places further as owners precede.
+        owners = torch.bucketize(experts, self._owner_ends.to(experts.device), right=True)
+        output = Combine.apply(returned, weights, dispatch.slots + owners).view(x.shape)
+        scope = current_scope()
+        if scope is not None:
+            scope.keep(output)
         return (output, logits, experts, sent, header.received) if detailed else output
 
     def forward_detailed(self, x: torch.Tensor) -> ExpertParallelMoEOutput:
@@ -159,11 +174,13 @@ class ExpertParallelMoE(torch.nn.Module):
 
     def _route(self, x: torch.Tensor) -> tuple:
         hidden = self.experts.dimensions[1]
+        if not isinstance(x, torch.Tensor):
+            raise OwnershipError(f"the layer's input is a {type(x).__name__}, expected a tensor [..., {hidden}]")
         if x.ndim < 1 or x.shape[-1] != hidden or x.dtype != self.experts.dtype:
             raise OwnershipError(
                 f"the layer's input is {tuple(x.shape)} {x.dtype}, expected [..., {hidden}] {self.experts.dtype}"
             )
-        flat = x.reshape(-1, hidden)
+        flat = _track(x).reshape(-1, hidden)
         logits = self._logits(flat)
         experts, weights = choose(logits, self.options, self.correction_bias)
         dispatch = sort_by_expert(experts, self.experts.ownership.num_experts)
@@ -178,65 +195,30 @@ class ExpertParallelMoE(torch.nn.Module):
             return F.linear(flat, self.router.weight.to(flat.dtype), bias)
         return self.router(flat)
 
-    def _exchange_headers(self, x: torch.Tensor, counts: list[int], status: Status, owned: tuple[int, ...]) -> Any:
+    def _exchange_headers(self, counts: list[int], status: Status, owned: tuple[int, ...]) -> Any:
         assert self.group is not None
         return exchange_headers(
             counts,
             owned,
-            tracked=x.requires_grad and torch.is_grad_enabled(),
+            tracked=torch.is_grad_enabled(),
             dtype=self.experts.dtype,
             width=self.experts.dimensions[1],
             status=status,
             group=self.group,
-            device=x.device,
+            device=next(iter(self.experts.named_parameters()))[1].device,
         )
 
-    def _compute(self, arrived: torch.Tensor, counts: list[list[int]]) -> torch.Tensor:
-        """Rows that arrived by rank, each rank's by expert -> the experts' output in the same order."""
-        table = torch.tensor(counts, dtype=torch.int64).view(len(counts), -1)  # [P, L]
+    def _compute(self, arrived: torch.Tensor, header: Header) -> torch.Tensor | Exception:
+        """Rows that arrived by rank, each rank's by expert -> results laid out for the way back, or what went wrong."""
+        table = torch.tensor(header.counts, dtype=torch.int64).view(len(header.counts), -1)  # [P, L]
         offsets = torch.zeros(table.shape[1] + 1, dtype=torch.int64)
         torch.cumsum(table.sum(0), 0, out=offsets[1:])
-        offsets = offsets.to(arrived.device)
-        if table.shape[0] == 1 or table.shape[1] <= 1:
-            return self.experts.forward_received(arrived, offsets, self.options.backend)
-        by_expert = _regroup(table).to(arrived.device)
-        by_rank = torch.empty_like(by_expert)
-        by_rank[by_expert] = torch.arange(by_expert.numel(), device=arrived.device)
-        rows = _Permute.apply(arrived, by_expert, by_rank)
-        computed = self.experts.forward_received(rows, offsets, self.options.backend)
-        return _Permute.apply(computed, by_rank, by_expert)
-
-
-class _Permute(torch.autograd.Function):
-    """Rows in another order; the backward is the inverse order, a gather and not a scatter-add."""
-
-    @staticmethod
-    def forward(ctx: Any, rows: torch.Tensor, order: torch.Tensor, inverse: torch.Tensor) -> torch.Tensor:
-        ctx.save_for_backward(inverse)
-        return rows.index_select(0, order)
-
-    @staticmethod
-    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, None, None]:
-        (inverse,) = ctx.saved_tensors
-        return gradient.index_select(0, inverse), None, None
-
-
-def _regroup(table: torch.Tensor) -> torch.Tensor:
-    """[R] int64: the arrived row at each place when rows are sorted by expert and, within one, by rank.
-
-    Args:
-        table: [P, L] rows of each expert from each rank, in which order they arrived.
-    """
-    starts = torch.zeros(table.numel(), dtype=torch.int64)
-    torch.cumsum(table.reshape(-1)[:-1], 0, out=starts[1:])
-    sizes = table.t().reshape(-1)  # in the wanted order
-    begins = starts.view(table.shape).t().reshape(-1)
-    ends = torch.cumsum(sizes, 0)
-    within = torch.arange(int(sizes.sum())) - torch.repeat_interleave(ends - sizes, sizes)
-    return torch.repeat_interleave(begins, sizes) + within
-
-
-def _status_of(error: Exception) -> Status:
-    if isinstance(error, torch.OutOfMemoryError | MemoryError):
-        return Status.OUT_OF_MEMORY
-    return Status.BAD_INPUT if isinstance(error, OwnershipError) else Status.FAILED
+        order = regroup(table)
+        places = order + torch.repeat_interleave(torch.arange(len(table)), table.sum(1))[order]
+        offsets, order, places = (index.to(arrived.device) for index in (offsets, order, places))
+        try:
+            rows = Reorder.apply(arrived, order) if min(table.shape) > 1 else arrived
+            computed = self.experts(rows, offsets, self.options.backend)
+            return Spread.apply(computed, places, len(places) + len(table))
+        except Exception as error:
+            return error
