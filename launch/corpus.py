@@ -10,7 +10,7 @@ from __future__ import annotations
 import json
 import random
 import sysconfig
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol
@@ -38,6 +38,9 @@ class Tokenizer(Protocol):
     def decode(self, tokens: Sequence[int]) -> str:
         """The inverse, as far as there is one."""
 
+    def chat(self, messages: list[dict[str, str]]) -> list[tuple[str, bool]]:
+        """A conversation as pieces; what the assistant says is a target."""
+
 
 class ByteTokenizer:
     """UTF-8 bytes and one end mark: no vocabulary to fetch, and every text is known."""
@@ -54,6 +57,10 @@ class ByteTokenizer:
         kept = list(tokens)
         kept = kept[: kept.index(self.end)] if self.end in kept else kept
         return bytes(kept).decode("utf-8", errors="replace")
+
+    def chat(self, messages: list[dict[str, str]]) -> list[tuple[str, bool]]:
+        """See `plain_chat`."""
+        return plain_chat(messages)
 
 
 class FolderTokenizer:
@@ -76,12 +83,47 @@ class FolderTokenizer:
         """Text without special tokens."""
         return self._tokenizer.decode(list(tokens), skip_special_tokens=True)
 
+    def chat(self, messages: list[dict[str, str]]) -> list[tuple[str, bool]]:
+        """The tokenizer's own chat template, or `plain_chat` where it has none.
+
+        Raises:
+            CorpusError: a template that rewrites earlier messages; it cannot be cut into prompt and answer.
+        """
+        if not self._tokenizer.chat_template:
+            return plain_chat(messages)
+        pieces: list[tuple[str, bool]] = []
+        done = ""
+        for number, message in enumerate(messages, 1):
+            ends = [self._render(messages[:number])]
+            is_answer = message["role"] == "assistant"
+            if is_answer and number > 1:  # the header of the answer belongs to the prompt
+                ends.insert(0, self._render(messages[: number - 1], add_generation_prompt=True))
+            for end in ends:
+                if not end.startswith(done):
+                    raise CorpusError(f"the chat template rewrites what stands before message {number}")
+                pieces.append((end[len(done) :], is_answer and end is ends[-1]))
+                done = end
+        return pieces
+
+    def _render(self, messages: list[dict[str, str]], **options: bool) -> str:
+        return self._tokenizer.apply_chat_template(messages, tokenize=False, **options)
+
 
 # (text, whether its tokens are targets), in order.
 Pieces = list[tuple[str, bool]]
+Chat = Callable[[list[dict[str, str]]], Pieces]
 
 
-def load_documents(path: str | None) -> Iterator[Pieces]:
+def plain_chat(messages: list[dict[str, str]]) -> Pieces:
+    """``<|role|>``, a line end, the content, a line end; for each message."""
+    pieces: Pieces = []
+    for message in messages:
+        pieces.append((f"<|{message['role']}|>\n", False))
+        pieces.append((f"{message['content']}\n", message["role"] == "assistant"))
+    return pieces
+
+
+def load_documents(path: str | None, chat: Chat = plain_chat) -> Iterator[Pieces]:
     """The documents of a file or folder, in sorted order; of the Python library that runs this if ``path`` is None.
 
     .txt and other text: one document a file. .jsonl: one a line, with ``text``, or ``prompt`` and ``response`` (the
@@ -98,7 +140,7 @@ def load_documents(path: str | None) -> Iterator[Pieces]:
         raise CorpusError(f"{root}: no file ends in .jsonl or {', '.join(TEXT_SUFFIXES)}")
     for file in files:
         if file.suffix == ".jsonl":
-            yield from _read_jsonl(file)
+            yield from _read_jsonl(file, chat)
         else:
             text = file.read_text(encoding="utf-8", errors="replace")
             if text:
@@ -112,20 +154,22 @@ def _is_text(file: Path, root: Path, standard: bool) -> bool:
     return file.is_file() and file.suffix in (*TEXT_SUFFIXES, ".jsonl")
 
 
-def _read_jsonl(file: Path) -> Iterator[Pieces]:
-    with file.open(encoding="utf-8") as lines:
+def _read_jsonl(file: Path, chat: Chat) -> Iterator[Pieces]:
+    with file.open("rb") as lines:
         for number, line in enumerate(lines, 1):
             if not line.strip():
                 continue
             where = f"{file}, line {number}"
             try:
-                record = json.loads(line)
+                record = json.loads(line.decode("utf-8"))
+            except UnicodeDecodeError as error:
+                raise CorpusError(f"{where}: not UTF-8 ({error})") from None
             except json.JSONDecodeError as error:
                 raise CorpusError(f"{where}: not JSON ({error})") from None
-            yield _pieces(record, where)
+            yield _pieces(record, where, chat)
 
 
-def _pieces(record: object, where: str) -> Pieces:
+def _pieces(record: object, where: str, chat: Chat) -> Pieces:
     if isinstance(record, dict):
         if isinstance(record.get("text"), str):
             return [(record["text"], True)]
@@ -133,13 +177,16 @@ def _pieces(record: object, where: str) -> Pieces:
             return [(record["prompt"], False), (record["response"], True)]
         messages = record.get("messages")
         if isinstance(messages, list) and messages:
-            pieces: Pieces = []
             for message in messages:
-                if not isinstance(message, dict) or not {"role", "content"} <= message.keys():
-                    raise CorpusError(f"{where}: a message is {message!r}, expected role and content")
-                pieces.append((f"<|{message['role']}|>\n", False))
-                pieces.append((f"{message['content']}\n", message["role"] == "assistant"))
-            return pieces
+                # Content may also be null (a tool call) or a list of parts; their Python text is nothing to learn.
+                if not isinstance(message, dict) or not all(
+                    isinstance(message.get(k), str) for k in ("role", "content")
+                ):
+                    raise CorpusError(f"{where}: a message is {message!r}, expected role and content as text")
+            try:
+                return chat(messages)
+            except CorpusError as error:
+                raise CorpusError(f"{where}: {error}") from None
     raise CorpusError(f"{where}: expected text, or prompt and response, or messages; found {str(record)[:80]!r}")
 
 
@@ -178,7 +225,7 @@ class Corpus:
 
     def __init__(self, path: str | None, tokenizer: Tokenizer) -> None:
         self.documents: list[tuple[np.ndarray, np.ndarray]] = []
-        for pieces in load_documents(path):
+        for pieces in load_documents(path, tokenizer.chat):
             tokens, asked = [], []
             for text, is_target in pieces:
                 piece = tokenizer.encode(text)

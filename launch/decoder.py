@@ -106,13 +106,26 @@ class Decoder(torch.nn.Module):
         return self.head(self.norm(x))
 
 
+class ModelError(ValueError):
+    """A model that cannot be trained on packed rows, or not with this tokenizer; the message says why."""
+
+
 class FolderModel(torch.nn.Module):
     """A causal language model of transformers behind the same call.
 
-    Documents of a packed row are kept apart by a 4-D mask, which transformers hands to its eager and SDPA attention.
+    Documents of a packed row are kept apart by a 4-D additive mask, which takes the place of any sliding window of the
+    model's own. A model that does not heed it is refused, since it would see the tokens that it is to predict.
+
+    Args:
+        folder: of the configuration, and the weights if there are any.
+        checkpointing: recompute each block in the backward.
+        vocabulary: tokens that the tokenizer can give.
+
+    Raises:
+        ModelError: too small a vocabulary, or a mask without effect.
     """
 
-    def __init__(self, folder: str, checkpointing: bool) -> None:
+    def __init__(self, folder: str, checkpointing: bool, vocabulary: int) -> None:
         super().__init__()
         from pathlib import Path
 
@@ -126,11 +139,37 @@ class FolderModel(torch.nn.Module):
             self.model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
         if checkpointing:
             self.model.gradient_checkpointing_enable({"use_reentrant": False})
+        known = self.model.get_input_embeddings().num_embeddings
+        if known < vocabulary:
+            raise ModelError(f"{folder}: the tokenizer has {vocabulary} tokens, the model knows {known}")
+        _require_masked(self, folder)
 
     def forward(self, tokens: torch.Tensor, positions: torch.Tensor, documents: torch.Tensor) -> torch.Tensor:
         """tokens, positions, documents [B, S] -> logits [B, S, V]."""
-        mask = document_mask(documents)
+        seen = document_mask(documents)
+        # Added to the scores: transformers' eager attention would add a bool mask as 0 and 1, which hides nothing.
+        mask = torch.zeros(seen.shape, dtype=self.model.dtype, device=seen.device)
+        mask.masked_fill_(~seen, torch.finfo(mask.dtype).min)
         return self.model(input_ids=tokens, position_ids=positions, attention_mask=mask, use_cache=False).logits
+
+
+@torch.no_grad()
+def _require_masked(model: FolderModel, folder: str) -> None:
+    """Change the last token, then the first document; logits that neither should reach must stay."""
+    was_training = model.training
+    model.eval()
+    tokens = torch.zeros(1, 8, dtype=torch.long)
+    places, documents = torch.arange(4).repeat(1, 2), torch.tensor([[0] * 4 + [1] * 4])
+    last, first = tokens.clone(), tokens.clone()
+    last[0, 7], first[0, :4] = 1, 1
+    try:
+        before, later, other = (model(given, places, documents) for given in (tokens, last, first))
+    except (RuntimeError, ValueError, TypeError) as error:
+        raise ModelError(f"{folder}: the model does not take a 4-D attention mask ({error})") from error
+    model.train(was_training)
+    for what, changed, part in (("a later token", later, slice(0, 7)), ("another document", other, slice(4, 8))):
+        if not torch.allclose(before[:, part], changed[:, part], rtol=1e-4, atol=1e-4):
+            raise ModelError(f"{folder}: a position sees {what}, expected an attention that heeds a 4-D mask")
 
 
 @torch.no_grad()

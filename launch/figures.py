@@ -21,6 +21,12 @@ def collect(folder: Path) -> list[dict[str, float]]:
     return [{"step": step, **table[step]} for step in sorted(table)]
 
 
+def clear(folder: Path) -> None:
+    """Remove what an earlier run left: the monitor appends, and its steps would pass for this run's."""
+    for file in folder.glob(f"{PREFIX}*.csv"):
+        file.unlink()
+
+
 def write_table(rows: list[dict[str, float]], file: Path) -> None:
     """metrics.csv: step first, then the figures by name; empty where a step has none."""
     names = ["step", *sorted({name for row in rows for name in row} - {"step"})]

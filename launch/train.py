@@ -13,12 +13,21 @@ import math
 import os
 import sys
 import time
+import traceback
 import warnings
 from pathlib import Path
 
 HERE = Path(__file__).resolve().parent
 sys.path[:0] = [str(HERE)]
 DEFAULT_CONFIG = HERE.parent / "ds_configs" / "zero3_cpu.json"
+
+
+def positive(text: str) -> int:
+    """A whole number of at least 1, for argparse."""
+    value = int(text)
+    if value < 1:
+        raise argparse.ArgumentTypeError(f"{value}, expected at least 1")
+    return value
 
 
 def parse(arguments: list[str] | None = None) -> argparse.Namespace:
@@ -31,10 +40,12 @@ def parse(arguments: list[str] | None = None) -> argparse.Namespace:
         "the sources of the Python library, one document a file",
     )
     data.add_argument("--tokenizer", help="folder of a Hugging Face tokenizer; default: bytes")
-    data.add_argument("--seq-length", type=int, default=256, help="tokens a row (default %(default)s)")
-    data.add_argument(
+    data.add_argument("--seq-length", type=positive, default=256, help="tokens a row (default %(default)s)")
+    budget = data.add_mutually_exclusive_group()
+    budget.add_argument("--rows-per-step", type=positive, help="rows a window, over all ranks, in place of tokens")
+    budget.add_argument(
         "--tokens-per-step",
-        type=int,
+        type=positive,
         default=4096,
         help="supervised tokens a window, over all ranks (default %(default)s)",
     )
@@ -49,8 +60,8 @@ def parse(arguments: list[str] | None = None) -> argparse.Namespace:
     model.add_argument("--heads", type=int, default=4)
     model.add_argument("--gradient-checkpointing", action="store_true")
     run = parser.add_argument_group("run")
-    run.add_argument("--steps", type=int, help="windows to train; default: --epochs")
-    run.add_argument("--epochs", type=int, default=1)
+    run.add_argument("--steps", type=positive, help="windows to train; default: --epochs")
+    run.add_argument("--epochs", type=positive, default=1)
     run.add_argument("--lr", type=float, default=3e-3, help="peak learning rate (default %(default)s)")
     run.add_argument("--warmup", type=int, default=10, help="windows of linear warm-up, then cosine to a tenth")
     run.add_argument("--weight-decay", type=float, default=0.1)
@@ -86,7 +97,7 @@ def build_model(args: argparse.Namespace, vocabulary: int):
 
     torch.manual_seed(args.seed)
     if args.model:
-        return FolderModel(args.model, args.gradient_checkpointing)
+        return FolderModel(args.model, args.gradient_checkpointing, vocabulary)
     return Decoder(DecoderConfig(vocabulary, args.width, args.layers, args.heads, args.gradient_checkpointing))
 
 
@@ -143,6 +154,21 @@ def train_window(engine, rows, window: range, micro_batch_size: int):
     return accumulator.step()
 
 
+def plan_epoch(args: argparse.Namespace, corpus, epoch: int):
+    """(rows, windows) of an epoch."""
+    from corpus import windows
+
+    rows = corpus.rows(args.seed, epoch, args.seq_length)
+    if args.rows_per_step:
+        return rows, windows([1] * len(rows.counts), args.rows_per_step)
+    return rows, windows(rows.counts, args.tokens_per_step)
+
+
+def total_windows(args: argparse.Namespace, corpus) -> int:
+    """Windows of the run. Epochs differ: where prompts are masked, each order fills the budget in its own way."""
+    return args.steps or sum(len(plan_epoch(args, corpus, epoch)[1]) for epoch in range(args.epochs))
+
+
 def describe(result, speed: float) -> str:
     """What the progress bar says of a window."""
     if result.skipped:
@@ -167,7 +193,8 @@ def train(args: argparse.Namespace) -> None:
         os.environ.setdefault("DS_ACCELERATOR", "cpu")
     if not args.verbose:
         quiet()
-    from corpus import ByteTokenizer, Corpus, FolderTokenizer, Position, windows
+    import figures
+    from corpus import ByteTokenizer, Corpus, FolderTokenizer, Position
 
     from ruda_ds.monitor import write_window
 
@@ -175,9 +202,10 @@ def train(args: argparse.Namespace) -> None:
     tokenizer = FolderTokenizer(args.tokenizer) if args.tokenizer else ByteTokenizer()
     corpus = Corpus(args.data, tokenizer)
     position = Position()
-    rows = corpus.rows(args.seed, position.epoch, args.seq_length)
-    plan = windows(rows.counts, args.tokens_per_step)
-    total = args.steps or args.epochs * len(plan)
+    rows, plan = plan_epoch(args, corpus, position.epoch)
+    total = total_windows(args, corpus)
+    if leader:
+        figures.clear(args.output / "monitor")
     engine = build_engine(args, build_model(args, tokenizer.vocabulary), total)
     if leader:
         args.output.mkdir(parents=True, exist_ok=True)
@@ -191,13 +219,12 @@ def train(args: argparse.Namespace) -> None:
     for _ in bar:
         if position.window == len(plan):
             position = Position(position.epoch + 1, 0)
-            rows = corpus.rows(args.seed, position.epoch, args.seq_length)
-            plan = windows(rows.counts, args.tokens_per_step)
-        began = time.perf_counter()
+            rows, plan = plan_epoch(args, corpus, position.epoch)
+        began, rate = time.perf_counter(), engine.get_lr()[0]
         result = train_window(engine, rows, plan[position.window], engine.train_micro_batch_size_per_gpu())
         speed = result.count / (time.perf_counter() - began)
         position = Position(position.epoch, position.window + 1)
-        write_window(engine, result, {"tokens_per_s": speed, "learning_rate": engine.get_lr()[0]})
+        write_window(engine, result, {"tokens_per_s": speed, "learning_rate": rate})
         bar.set_postfix_str(describe(result, speed), refresh=False)
     finish(args, engine, tokenizer, leader)
 
@@ -218,11 +245,21 @@ def finish(args: argparse.Namespace, engine, tokenizer, leader: bool) -> None:
         figures.write_table(table, args.output / "metrics.csv")
         figures.draw(table, args.output / "loss.png")
         losses = [row["loss"] for row in table if "loss" in row]
+        fell = f"loss {losses[0]:.3f} -> {losses[-1]:.3f}" if losses else "no loss was finite"
         print(
-            f"loss {losses[0]:.3f} -> {losses[-1]:.3f} in {len(table)} windows\n"
+            f"{fell} in {len(table)} windows\n"
             f"  {args.output / 'loss.png'}\n  {args.output / 'metrics.csv'}\n  {args.output / 'monitor'}/",
             flush=True,
         )
+
+
+def end_mpi_job() -> None:
+    """End the other ranks of an mpirun: they, and this one's MPI_Finalize, would wait for each other for ever."""
+    if "mpi4py.MPI" in sys.modules:
+        from mpi4py import MPI
+
+        if MPI.COMM_WORLD.size > 1:
+            MPI.COMM_WORLD.Abort(1)
 
 
 def main() -> None:
@@ -232,6 +269,11 @@ def main() -> None:
         train(args)
     except KeyboardInterrupt:
         sys.exit("interrupted")
+    except Exception:
+        traceback.print_exc()
+        sys.stderr.flush()
+        end_mpi_job()
+        sys.exit(1)
     import torch.distributed as dist
 
     dist.destroy_process_group()

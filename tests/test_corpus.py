@@ -12,7 +12,18 @@ from hypothesis import strategies as st
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "launch"))
 import itertools
 
-from corpus import NO_TARGET, ByteTokenizer, Corpus, CorpusError, Rows, deal, load_documents, windows
+from corpus import (
+    NO_TARGET,
+    ByteTokenizer,
+    Corpus,
+    CorpusError,
+    FolderTokenizer,
+    Rows,
+    deal,
+    load_documents,
+    plain_chat,
+    windows,
+)
 
 TOKENIZER = ByteTokenizer()
 
@@ -126,3 +137,55 @@ def test_bad_files_are_named(tmp_path, name, text, word):
         Corpus(path, TOKENIZER)
     with pytest.raises(CorpusError, match="no such file"):
         list(load_documents(str(tmp_path / "absent")))
+
+
+@pytest.mark.parametrize("content", [None, [{"type": "text", "text": "a"}]])
+def test_a_message_whose_content_is_no_text_is_refused(tmp_path, content):
+    record = {"messages": [{"role": "user", "content": "q"}, {"role": "assistant", "content": content}]}
+    path = write(tmp_path, "x.jsonl", json.dumps(record))
+    with pytest.raises(CorpusError, match=r"x.jsonl, line 1: a message is"):
+        Corpus(path, TOKENIZER)
+
+
+def test_bytes_that_are_not_utf8_are_named(tmp_path):
+    (tmp_path / "x.jsonl").write_bytes(b'{"text": "ok"}\n{"text": "\xff"}\n')
+    with pytest.raises(CorpusError, match=r"x.jsonl, line 2: not UTF-8"):
+        Corpus(str(tmp_path / "x.jsonl"), TOKENIZER)
+
+
+def folder_tokenizer(folder, template):
+    transformers = pytest.importorskip("transformers")
+    from tokenizers import Tokenizer, models
+
+    words = {chr(code): code for code in range(128)} | {"</s>": 128}
+    plain = Tokenizer(models.BPE(vocab=words, merges=[]))
+    made = transformers.PreTrainedTokenizerFast(tokenizer_object=plain, eos_token="</s>")
+    made.chat_template = template
+    made.save_pretrained(folder)
+    return FolderTokenizer(str(folder))
+
+
+CHAT = [
+    {"role": "user", "content": "hi"},
+    {"role": "assistant", "content": "ok"},
+    {"role": "user", "content": "so"},
+    {"role": "assistant", "content": "no"},
+]
+EACH = "{% for m in messages %}[{{ m['role'] }}]{{ m['content'] }};{% endfor %}"
+
+
+def test_the_chat_template_of_the_tokenizer_is_used_and_its_answers_are_targets(tmp_path):
+    template = EACH + "{% if add_generation_prompt %}[assistant]{% endif %}"
+    pieces = folder_tokenizer(tmp_path, template).chat(CHAT)
+    assert "".join(text for text, _ in pieces) == "[user]hi;[assistant]ok;[user]so;[assistant]no;"
+    assert [text for text, asked in pieces if asked] == ["ok;", "no;"]
+
+
+def test_a_template_that_rewrites_earlier_messages_is_refused(tmp_path):
+    template = "{{ messages | length }}" + EACH
+    with pytest.raises(CorpusError, match="rewrites what stands before message 2"):
+        folder_tokenizer(tmp_path, template).chat(CHAT)
+
+
+def test_without_a_template_the_plain_chat_is_used(tmp_path):
+    assert folder_tokenizer(tmp_path, None).chat(CHAT) == plain_chat(CHAT)

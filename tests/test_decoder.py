@@ -3,10 +3,11 @@
 import sys
 from pathlib import Path
 
+import pytest
 import torch
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "launch"))
-from decoder import Decoder, DecoderConfig, document_mask, generate
+from decoder import Decoder, DecoderConfig, FolderModel, ModelError, document_mask, generate
 
 SIZES = {"vocabulary": 50, "width": 32, "layers": 2, "heads": 2}
 
@@ -51,3 +52,41 @@ def test_generation_repeats_with_its_seed_and_stops_at_the_end():
     runs = [generate(decoder, [1, 2], end=49, length=20, context=8, seed=seed) for seed in (1, 1, 2)]
     assert runs[0] == runs[1] != runs[2]
     assert all(49 not in tokens[:-1] for tokens in runs)
+
+
+def folder_model(folder, kind, vocabulary=64, **changes):
+    transformers = pytest.importorskip("transformers")
+    transformers.AutoConfig.for_model(
+        kind, vocab_size=64, hidden_size=32, num_hidden_layers=2, **changes
+    ).save_pretrained(folder)
+    torch.manual_seed(0)
+    return FolderModel(str(folder), checkpointing=False, vocabulary=vocabulary)
+
+
+@pytest.mark.parametrize(
+    ("kind", "attention"), [("llama", "sdpa"), ("llama", "eager"), ("gemma2", "eager"), ("gpt_neox", "sdpa")]
+)
+def test_a_model_of_transformers_sees_neither_later_tokens_nor_other_documents(tmp_path, kind, attention):
+    """Eager attention adds its mask to the scores: a bool one would hide nothing."""
+    model = folder_model(tmp_path, kind, intermediate_size=48, num_attention_heads=2, num_key_value_heads=1).eval()
+    model.model.set_attn_implementation(attention)
+    tokens, places = torch.randint(1, 60, (1, 12)), torch.arange(6).repeat(1, 2)
+    documents = torch.tensor([[0] * 6 + [1] * 6])
+    for changed, kept in ((11, slice(0, 11)), (2, slice(6, 12))):
+        other = tokens.clone()
+        other[0, changed] = (other[0, changed] + 7) % 60
+        with torch.no_grad():
+            before, after = model(tokens, places, documents), model(other, places, documents)
+        assert torch.allclose(before[:, kept], after[:, kept], atol=1e-5)
+
+
+def test_a_model_that_cannot_be_masked_is_refused(tmp_path):
+    with pytest.raises(ModelError, match="does not take a 4-D attention mask"):
+        folder_model(tmp_path, "bloom", n_head=2)
+
+
+def test_a_vocabulary_smaller_than_the_tokenizers_is_refused(tmp_path):
+    with pytest.raises(ModelError, match="tokenizer has 257 tokens, the model knows 64"):
+        folder_model(
+            tmp_path, "llama", vocabulary=257, intermediate_size=48, num_attention_heads=2, num_key_value_heads=1
+        )

@@ -191,3 +191,37 @@ def test_a_bad_document_ends_the_run_with_its_line(tmp_path):
     bad = tmp_path / "bad.jsonl"
     bad.write_text('{"text": "fine"}\n{"txt": "not"}\n')
     assert "bad.jsonl, line 2: expected text" in run([sys.executable, TRAIN, "--data", str(bad), *SMALL], fails=True)
+
+
+@pytest.mark.skipif(shutil.which("mpirun") is None, reason="no mpirun on this machine")
+def test_a_rank_that_fails_alone_ends_the_mpirun(corpus, tmp_path):
+    one = ["-n", "1", sys.executable, TRAIN, *SMALL, "--output", str(tmp_path), "--data"]
+    said = run(
+        ["mpirun", *one, corpus, ":", *one, str(tmp_path / "absent.jsonl")],
+        fails=True,
+        timeout=100,
+        OMPI_ALLOW_RUN_AS_ROOT="1",
+        OMPI_ALLOW_RUN_AS_ROOT_CONFIRM="1",
+        PRTE_MCA_rmaps_default_mapping_policy=":oversubscribe",
+    )
+    assert "absent.jsonl: no such file or folder" in said
+
+
+def test_two_epochs_use_every_target_twice_and_a_second_run_reports_only_itself(tmp_path):
+    """Epochs of masked data differ in their windows, and DeepSpeed's monitor appends to what an earlier run left."""
+    data = tmp_path / "prompts.jsonl"
+    records = ({"prompt": "p" * (i * 37 % 300), "response": "r" * (1 + i * 53 % 90)} for i in range(120))
+    data.write_text("\n".join(map(json.dumps, records)))
+    command = [sys.executable, TRAIN, "--data", str(data), "--output", str(tmp_path / "run"), *SMALL[2:]]
+    # A budget at which four orders of this data make 20, 20, 20 and 21 windows.
+    run([*command, "--tokens-per-step", "300", "--epochs", "4"])
+    assert len(table(tmp_path / "run")) == 81
+    assert sum(row["tokens"] for row in table(tmp_path / "run")) == 4 * 5519
+    said = run([*command, "--steps", "2"])
+    assert [row["step"] for row in table(tmp_path / "run")] == [1, 2]
+    assert "in 2 windows" in said
+
+
+@pytest.mark.parametrize("option", ["--steps", "--epochs", "--tokens-per-step", "--seq-length"])
+def test_an_option_of_zero_is_refused(option):
+    assert f"argument {option}: 0, expected at least 1" in run([sys.executable, TRAIN, option, "0"], fails=True)

@@ -6,6 +6,7 @@ from ruda_ds.moe.layer import ExpertParallelMoE, ExpertParallelMoEOutput
 from ruda_ds.moe.options import MoEOptions
 from ruda_ds.moe.ownership import ExpertOwnership
 from ruda_ds.moe.partition import ExpertPartitionContext
+from ruda_ds.moe.replace import replace_moe_blocks
 
 __all__ = [
     "ExpertOwnership",
@@ -15,4 +16,5 @@ __all__ = [
     "ExpertPartitionContext",
     "MoEOptions",
     "chain_exchanges",
+    "replace_moe_blocks",
 ]

@@ -2,15 +2,20 @@
 
     python tests/benchmarks/bench_accumulation.py
 
-Two gloo ranks, one thread each, float32, AdamW, three micro-batches a window. Every pair of windows gives one ratio of
-times (ours / stock); which one goes first alternates. Before anything is timed, both are checked: with equal counts
-they give the same parameters, and with unequal ones ours gives those of one process. Memory is measured in processes
-of their own: the bytes of all tensors that DeepSpeed's optimizer, its buckets and our hook keep after a window.
+Two gloo ranks, one thread each, float32, AdamW, three micro-batches a window, gradient clipping on (it makes our
+divisor a float64 one, which is our slower division). Every pair of windows gives one ratio of times (ours / stock);
+which one goes first alternates. A window's time is that of the slower rank, from a barrier on.
+
+Before anything is timed, both are checked: with equal counts they give the same parameters, and with unequal ones ours
+gives the updates, and the gradient norm, of one process, which stock does not.
+
+Memory is measured in processes of their own: the bytes of all live tensors after a window, the difference of which is
+in what DeepSpeed's optimizer, its buckets and our hook keep. Wire buffers that live only inside a reduction are not in
+it.
 """
 
 from __future__ import annotations
 
-import copy
 import gc
 import json
 import os
@@ -75,9 +80,13 @@ def batch(window: int, microbatch: int, rank: int, uneven: bool) -> torch.Tensor
     return torch.randn(count, WIDTH, generator=generator)
 
 
-def run_window(engine, kind: str, window: int, uneven: bool = False) -> None:
-    for microbatch in range(MICROBATCHES):
-        x = batch(window, microbatch, dist.get_rank(), uneven)
+def batches(window: int, uneven: bool = False) -> list[torch.Tensor]:
+    """This rank's micro-batches."""
+    return [batch(window, microbatch, dist.get_rank(), uneven) for microbatch in range(MICROBATCHES)]
+
+
+def run_window(engine, kind: str, microbatches: list[torch.Tensor]) -> None:
+    for x in microbatches:
         losses = engine(x)
         if kind == "ours":
             engine.accumulator.backward_sum(losses.sum(), local_count=len(x))
@@ -94,25 +103,49 @@ def parameters(engine) -> list[torch.Tensor]:
     return [safe_get_full_fp32_param(parameter) for parameter in engine.module.parameters()]
 
 
+def worst(found: list[torch.Tensor], wanted: list[torch.Tensor], origin: list[torch.Tensor] | None = None) -> float:
+    """The largest relative difference by norm: of parameters, or of their changes since ``origin``."""
+    scales = wanted if origin is None else [a - b for a, b in zip(wanted, origin, strict=True)]
+    return max(((a - b).norm() / s.norm()).item() for a, b, s in zip(found, wanted, scales, strict=True))
+
+
 def check_even(engines: dict) -> None:
-    both = [parameters(engines[kind]) for kind in ("ours", "stock")]
-    error = max(((a - b).norm() / b.norm()).item() for a, b in zip(*both, strict=True))
+    error = worst(*(parameters(engines[kind]) for kind in ("ours", "stock")))
     assert error < 1e-5, f"ours and stock differ by {error} where every count is the same"
 
 
-def check_uneven() -> None:
-    engine = make_engine("ours")
-    run_window(engine, "ours", 0, uneven=True)
+def uneven_windows(kind: str) -> tuple[list[torch.Tensor], float]:
+    """(parameters after two uneven windows, the gradient norm of the second)."""
+    engine = make_engine(kind)
+    for window in range(2):
+        run_window(engine, kind, batches(window, uneven=True))
+    return parameters(engine), engine.get_global_grad_norm()
+
+
+def uneven_windows_of_one_process() -> tuple[list[torch.Tensor], float]:
     single = model()
     optimizer = torch.optim.AdamW(single.parameters(), lr=1e-3)
-    parts = [batch(0, m, r, True) for m in range(MICROBATCHES) for r in range(dist.get_world_size())]
-    x = torch.cat(parts)
-    single(x).mean().backward()
-    torch.nn.utils.clip_grad_norm_(single.parameters(), 1.0)
-    optimizer.step()
-    pairs = zip(parameters(engine), single.parameters(), strict=True)
-    error = max(((a - b).norm() / b.norm()).item() for a, b in pairs)
-    assert error < 1e-5, f"an uneven window differs from one process by {error}"
+    for window in range(2):
+        ranks = range(dist.get_world_size())
+        x = torch.cat([batch(window, microbatch, rank, True) for microbatch in range(MICROBATCHES) for rank in ranks])
+        optimizer.zero_grad()
+        single(x).mean().backward()
+        norm = torch.nn.utils.clip_grad_norm_(single.parameters(), 1.0)
+        optimizer.step()
+    return list(single.parameters()), norm.item()
+
+
+def check_uneven() -> None:
+    """AdamW's step hardly sees a common factor of the gradients: the norm is compared too."""
+    wanted, norm = uneven_windows_of_one_process()
+    ours, our_norm = uneven_windows("ours")
+    start = list(model().parameters())
+    assert worst(ours, wanted) < 1e-5, f"after uneven windows the parameters are off by {worst(ours, wanted)}"
+    changes = worst(ours, wanted, start)
+    assert changes < 1e-4, f"after uneven windows the changes of the parameters are off by {changes}"
+    assert abs(float(our_norm) / norm - 1) < 1e-5, f"the gradient norm is {our_norm}, that of one process {norm}"
+    stock, _ = uneven_windows("stock")
+    assert worst(stock, wanted) > 1e-3, "stock DeepSpeed passes this check: it could not find a wrong mean"
 
 
 def peak_gflops() -> float:
@@ -127,25 +160,28 @@ def _time(call) -> float:
     return time.perf_counter() - began
 
 
-def timed(engine, kind: str, window: int) -> float:
+def timed(engine, kind: str, microbatches: list[torch.Tensor]) -> float:
+    """Seconds of a window on the slower rank."""
     dist.barrier()
-    seconds = torch.tensor([_time(lambda: run_window(engine, kind, window))])
+    seconds = torch.tensor([_time(lambda: run_window(engine, kind, microbatches))])
     dist.all_reduce(seconds, op=dist.ReduceOp.MAX)
     return seconds.item()
 
 
 def race() -> dict:
+    check_uneven()
     engines = {kind: make_engine(kind) for kind in ("ours", "stock")}
     for window in range(WARM_UP):
         for kind, engine in engines.items():
-            run_window(engine, kind, window)
+            run_window(engine, kind, batches(window))
     check_even(engines)
-    check_uneven()
+    gc.collect()
     times: dict[str, list[float]] = {"ours": [], "stock": []}
     for number in range(ROUNDS):
-        order = ["ours", "stock"] if number % 2 else ["stock", "ours"]
-        for kind in order:
-            times[kind].append(timed(engines[kind], kind, WARM_UP + number))
+        microbatches = batches(WARM_UP + number)
+        for kind in ["ours", "stock"] if number % 2 else ["stock", "ours"]:
+            times[kind].append(timed(engines[kind], kind, microbatches))
+    check_even(engines)
     return {**times, "peak_gflops": peak_gflops()}
 
 
@@ -153,7 +189,7 @@ def kept_bytes(kind: str) -> int:
     """Bytes of all live tensors' storages after two windows; parameters and optimizer states are the same for both."""
     engine = make_engine(kind)
     for window in range(2):
-        run_window(engine, kind, window)
+        run_window(engine, kind, batches(window))
     gc.collect()
     storages = {}
     for item in gc.get_objects():
@@ -173,7 +209,7 @@ def main() -> None:
     ratios = [ours / stock for ours, stock in zip(result["ours"], result["stock"], strict=True)]
     ours, stock = statistics.median(result["ours"]), statistics.median(result["stock"])
     memory = {kind: max(run_ranks(kept_bytes, 2, kind, timeout_s=300)) for kind in ("ours", "stock")}
-    size = sum(p.numel() for p in copy.copy(model()).parameters())
+    size = sum(p.numel() for p in model().parameters())
     flops = 6 * size * ROWS * MICROBATCHES
     print(f"{size:,} parameters, 2 ranks, {MICROBATCHES} micro-batches of {ROWS} rows, {ROUNDS} pairs of windows")
     print(
@@ -188,6 +224,9 @@ def main() -> None:
                 "name": "accumulation",
                 "time_ratio": round(statistics.median(ratios), 4),
                 "extra_bytes": memory["ours"] - memory["stock"],
+                "time_ratio_min": round(min(ratios), 4),
+                "time_ratio_max": round(max(ratios), 4),
+                "seconds_a_window": round(ours, 4),
             }
         )
     )

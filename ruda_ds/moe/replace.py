@@ -1,0 +1,112 @@
+"""Swap the MoE blocks of a transformers model for expert-parallel ones."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from ruda_ds.errors import OwnershipError
+from ruda_ds.moe.experts import ExpertParallelSwiGLUExperts
+from ruda_ds.moe.families import FAMILIES, Family
+from ruda_ds.moe.layer import ExpertParallelMoE
+from ruda_ds.moe.ownership import ExpertOwnership
+from ruda_ds.moe.partition import ExpertPartitionContext
+
+
+class ReplacedBlock(torch.nn.Module):
+    """A family's block: routed experts of ours, and its dense, replicated shared expert beside them."""
+
+    def __init__(
+        self, moe: ExpertParallelMoE, shared: torch.nn.Module | None, shared_gate: torch.nn.Module | None
+    ) -> None:
+        super().__init__()
+        self.moe, self.shared, self.shared_gate = moe, shared, shared_gate
+
+    def forward(self, hidden_states: torch.Tensor) -> torch.Tensor:
+        """[..., H] -> the same shape."""
+        routed = self.moe(hidden_states)
+        if self.shared is None:
+            return routed
+        dense = self.shared(hidden_states)
+        if self.shared_gate is not None:
+            dense = torch.sigmoid(self.shared_gate(hidden_states)) * dense
+        return routed + dense
+
+
+def replace_moe_blocks(
+    model: torch.nn.Module,
+    ownership: ExpertOwnership | Sequence[int],
+    *,
+    rank: int | None = None,
+    group: dist.ProcessGroup | None = None,
+) -> int:
+    """Swap every MoE block of a model of a known family, in place, keeping only this rank's experts.
+
+    Args:
+        model: of transformers: Mixtral, Qwen2-MoE, Qwen3-MoE, OLMoE, DeepSeek-V2 or V3; real or on the meta device.
+        ownership: of the experts of every block, or its prefix.
+        rank: in the expert-parallel group; None: that of ``group``, else the global rank modulo the group's size, as
+            DeepSpeed forms its groups.
+        group: see ExpertParallelMoE.
+
+    Returns:
+        How many blocks were replaced.
+
+    Raises:
+        OwnershipError: a family that is not known, no block in the model, an ownership of another number of experts,
+            or an activation that is not SiLU.
+    """
+    config: Any = getattr(model, "config", None)
+    kind = getattr(config, "model_type", None)
+    if kind not in FAMILIES:
+        raise OwnershipError(f"model type is {kind!r}, expected one of {', '.join(sorted(FAMILIES))}")
+    if config.hidden_act != "silu":
+        raise OwnershipError(f"hidden_act of {kind} is {config.hidden_act!r}, expected 'silu': experts are SwiGLU")
+    split = ownership if isinstance(ownership, ExpertOwnership) else ExpertOwnership(ownership)
+    if rank is None:
+        rank = dist.get_rank(group) if group is not None else dist.get_rank() % split.world_size
+    family = FAMILIES[kind]
+    context = ExpertPartitionContext()
+    blocks = [
+        (parent, name, child)
+        for parent in model.modules()
+        for name, child in parent.named_children()
+        if type(child).__name__ == family.block
+    ]
+    if not blocks:
+        raise OwnershipError(f"no {family.block} in the model, expected at least one")
+    for parent, name, block in blocks:
+        setattr(parent, name, _replacement(block, family, config, split, rank, group, context))
+    return len(blocks)
+
+
+def _replacement(
+    block: Any,
+    family: Family,
+    config: Any,
+    ownership: ExpertOwnership,
+    rank: int,
+    group: dist.ProcessGroup | None,
+    context: ExpertPartitionContext,
+) -> ReplacedBlock:
+    fused = block.experts.gate_up_proj
+    inner = fused.shape[1] // 2
+    halves = [torch.nn.Parameter(half, requires_grad=fused.requires_grad) for half in fused.detach().split(inner, 1)]
+    experts = ExpertParallelSwiGLUExperts.from_full(*halves, block.experts.down_proj, ownership, rank, context)
+    weight = block.gate.weight
+    router = torch.nn.Linear(weight.shape[1], weight.shape[0], bias=False, device="meta")
+    router.weight = weight
+    moe = ExpertParallelMoE(
+        router,
+        experts,
+        getattr(block.gate, family.bias) if family.bias else None,
+        family.options(config),
+        router_input_dtype=family.router_dtype,
+        group=group,
+    )
+    shared = getattr(block, family.shared) if family.shared else None
+    shared_gate = getattr(block, family.shared_gate) if family.shared_gate else None
+    return ReplacedBlock(moe, shared, shared_gate)
