@@ -22,6 +22,11 @@ class DecoderConfig:
         width: D, a multiple of ``heads``.
         layers: blocks.
         heads: attention heads.
+        experts: SwiGLU experts in each block; 0 for one dense SwiGLU.
+        top_k: experts a token.
+        shared: a dense expert beside them, for every token.
+        ownership: prefix of the experts' owners, see ruda_ds.moe.ExpertOwnership; None: every rank holds all.
+        rank: this process's, among the owners.
         checkpointing: recompute each block in the backward.
     """
 
@@ -29,11 +34,58 @@ class DecoderConfig:
     width: int = 128
     layers: int = 4
     heads: int = 4
+    experts: int = 0
+    top_k: int = 2
+    shared: bool = False
+    ownership: tuple[int, ...] | None = None
+    rank: int = 0
     checkpointing: bool = False
+
+    @property
+    def inner(self) -> int:
+        """Width of a SwiGLU: about 8/3 of the model's for a dense one, half of that for an expert; a multiple of 16."""
+        return -(-8 * self.width // (6 if self.experts else 3) // 16) * 16
+
+
+class SwiGLU(torch.nn.Module):
+    """down(silu(gate x) * up x)."""
+
+    def __init__(self, width: int, inner: int) -> None:
+        super().__init__()
+        self.gate = torch.nn.Linear(width, inner, bias=False)
+        self.up = torch.nn.Linear(width, inner, bias=False)
+        self.down = torch.nn.Linear(inner, width, bias=False)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """[..., D] -> [..., D]."""
+        return self.down(F.silu(self.gate(x)) * self.up(x))
+
+
+class Experts(torch.nn.Module):
+    """Routed experts split over ranks, and a shared one beside them if asked for."""
+
+    def __init__(self, config: DecoderConfig) -> None:
+        super().__init__()
+        from ruda_ds.moe import ExpertOwnership, ExpertParallelMoE, ExpertParallelSwiGLUExperts, MoEOptions
+
+        shape = (config.experts, config.inner, config.width)
+        # Drawn whole on every rank and then cut, so that the model does not depend on who owns what.
+        gate, up = (torch.nn.Parameter(torch.randn(shape) * 0.02) for _ in range(2))
+        down = torch.nn.Parameter(torch.randn(shape).transpose(1, 2) * (0.02 / (2 * config.layers) ** 0.5))
+        ownership = ExpertOwnership(config.ownership or (0, config.experts))
+        experts = ExpertParallelSwiGLUExperts.from_full(gate, up, down, ownership, config.rank)
+        router = torch.nn.Linear(config.width, config.experts, bias=False)
+        self.routed = ExpertParallelMoE(router, experts, options=MoEOptions(top_k=config.top_k))
+        self.shared = SwiGLU(config.width, config.inner) if config.shared else None
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """[..., D] -> [..., D]."""
+        routed = self.routed(x)
+        return routed if self.shared is None else routed + self.shared(x)
 
 
 class Block(torch.nn.Module):
-    """Attention and a SwiGLU, each after an RMSNorm and around a residual."""
+    """Attention, then a SwiGLU or experts, each after an RMSNorm and around a residual."""
 
     def __init__(self, config: DecoderConfig) -> None:
         super().__init__()
@@ -43,18 +95,14 @@ class Block(torch.nn.Module):
         self.qkv = torch.nn.Linear(width, 3 * width, bias=False)
         self.out = torch.nn.Linear(width, width, bias=False)
         self.before_mlp = torch.nn.RMSNorm(width)
-        inner = -(-8 * width // 3 // 16) * 16
-        self.gate = torch.nn.Linear(width, inner, bias=False)
-        self.up = torch.nn.Linear(width, inner, bias=False)
-        self.down = torch.nn.Linear(inner, width, bias=False)
+        self.mlp = Experts(config) if config.experts else SwiGLU(width, config.inner)
 
     def forward(self, x: torch.Tensor, mask: torch.Tensor, rotation: torch.Tensor) -> torch.Tensor:
         """x [B, S, D], mask [B, 1, S, S] bool, rotation [2, B, 1, S, D / heads] -> [B, S, D]."""
         q, k, v = self.qkv(self.before_attention(x)).unflatten(-1, (3, self.heads, -1)).permute(2, 0, 3, 1, 4)
         attended = F.scaled_dot_product_attention(rotate(q, rotation), rotate(k, rotation), v, attn_mask=mask)
         x = x + self.out(attended.transpose(1, 2).flatten(2))
-        hidden = self.before_mlp(x)
-        return x + self.down(F.silu(self.gate(hidden)) * self.up(hidden))
+        return x + self.mlp(self.before_mlp(x))
 
 
 def rotate(x: torch.Tensor, rotation: torch.Tensor) -> torch.Tensor:

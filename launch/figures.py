@@ -5,6 +5,8 @@ from __future__ import annotations
 import csv
 from pathlib import Path
 
+import numpy as np
+
 # DeepSpeed's CSV monitor writes one file a figure, "<prefix><figure>.csv", of (step, value) lines.
 PREFIX = "Train_Window_"
 
@@ -74,5 +76,31 @@ def draw(rows: list[dict[str, float]], file: Path) -> None:
         axis.spines[["top", "right"]].set_visible(False)
         if axis.get_legend_handles_labels()[0]:
             axis.legend(frameon=False)
+    figure.savefig(file, dpi=120)
+    pyplot.close(figure)
+
+
+def draw_experts(counts: list[np.ndarray], file: Path) -> None:
+    """experts.png: each layer's share of tokens by expert over time, where 1 is an even share.
+
+    Args:
+        counts: one [layers, E] a step.
+    """
+    import matplotlib
+
+    matplotlib.use("Agg")
+    from matplotlib import pyplot
+
+    table = np.stack(counts).astype(float)  # [steps, layers, E]
+    share = table / np.maximum(table.mean(-1, keepdims=True), 1)
+    layers = share.shape[1]
+    figure, axes = pyplot.subplots(layers, 1, figsize=(8, 1.2 + 1.5 * layers), sharex=True, constrained_layout=True)
+    for layer, axis in enumerate(np.atleast_1d(axes)):
+        image = axis.imshow(
+            share[:, layer].T, aspect="auto", origin="lower", cmap="RdBu_r", vmin=0, vmax=2, interpolation="nearest"
+        )
+        axis.set_ylabel(f"layer {layer}\nexpert")
+    np.atleast_1d(axes)[-1].set_xlabel("optimizer step")
+    figure.colorbar(image, ax=axes, label="tokens, in even shares", fraction=0.04)
     figure.savefig(file, dpi=120)
     pyplot.close(figure)

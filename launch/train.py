@@ -58,6 +58,9 @@ def parse(arguments: list[str] | None = None) -> argparse.Namespace:
     model.add_argument("--layers", type=int, default=4)
     model.add_argument("--width", type=int, default=128)
     model.add_argument("--heads", type=int, default=4)
+    model.add_argument("--experts", type=int, default=8, help="experts a layer, 0 for none (default %(default)s)")
+    model.add_argument("--top-k", type=positive, default=2, help="experts a token (default %(default)s)")
+    model.add_argument("--shared-expert", action="store_true", help="a dense expert beside the routed ones")
     model.add_argument("--gradient-checkpointing", action="store_true")
     run = parser.add_argument_group("run")
     run.add_argument("--steps", type=positive, help="windows to train; default: --epochs")
@@ -90,26 +93,46 @@ def learning_rate(step: int, warmup: int, total: int) -> float:
     return 0.1 + 0.45 * (1 + math.cos(math.pi * done))
 
 
-def build_model(args: argparse.Namespace, vocabulary: int):
-    """The model of the command line, the same on every rank."""
+def build_model(args: argparse.Namespace, config: dict, rank: int, vocabulary: int):
+    """The model of the command line, the same on every rank but for the experts that a rank owns."""
     import torch
     from decoder import Decoder, DecoderConfig, FolderModel
+
+    from ruda_ds.config import check
+    from ruda_ds.moe import ownership_of
 
     torch.manual_seed(args.seed)
     if args.model:
         return FolderModel(args.model, args.gradient_checkpointing, vocabulary)
-    return Decoder(DecoderConfig(vocabulary, args.width, args.layers, args.heads, args.gradient_checkpointing))
+    experts = check(config).experts
+    ownership, place = None, 0
+    if args.experts and experts is not None:
+        ownership = ownership_of(experts.ownership, args.experts, experts.ep_size).prefix
+        place = rank % experts.ep_size
+    return Decoder(
+        DecoderConfig(
+            vocabulary,
+            args.width,
+            args.layers,
+            args.heads,
+            experts=args.experts,
+            top_k=args.top_k,
+            shared=args.shared_expert,
+            ownership=ownership,
+            rank=place,
+            checkpointing=args.gradient_checkpointing,
+        )
+    )
 
 
-def build_engine(args: argparse.Namespace, model, total_steps: int):
+def build_engine(args: argparse.Namespace, config: dict, model, total_steps: int):
     """The DeepSpeed engine with an exact accumulator, AdamW, warm-up and cosine."""
     import torch
 
     import ruda_ds
-    from ruda_ds import _deepspeed
 
-    config = dict(_deepspeed.load_config(args.deepspeed_config))
     # The table and the picture are made from what this monitor writes; others go beside it, by config.
+    config = dict(config)
     config["csv_monitor"] = {"enabled": True, "output_path": str(args.output), "job_name": "monitor"}
     groups = [
         {
@@ -169,7 +192,28 @@ def total_windows(args: argparse.Namespace, corpus) -> int:
     return args.steps or sum(len(plan_epoch(args, corpus, epoch)[1]) for epoch in range(args.epochs))
 
 
-def describe(result, speed: float) -> str:
+class ExpertLoads:
+    """Tokens by layer and expert, window by window."""
+
+    def __init__(self, model) -> None:
+        from ruda_ds.moe import expert_layers
+
+        self.model = model
+        self.counts: list = []
+        self.watched = bool(expert_layers(model))
+
+    def take(self) -> dict[str, float]:
+        """The window's load: the most used expert of the worst layer, in even shares. Empty without experts."""
+        if not self.watched:
+            return {}
+        from ruda_ds.moe import take_expert_counts
+
+        counts = take_expert_counts(self.model).cpu().numpy()
+        self.counts.append(counts)
+        return {"expert_load": float((counts.max(1) / counts.mean(1).clip(min=1)).max())}
+
+
+def describe(result, speed: float, load: float | None) -> str:
     """What the progress bar says of a window."""
     if result.skipped:
         return f"skipped: {result.reason}"
@@ -177,7 +221,8 @@ def describe(result, speed: float) -> str:
     if result.clipped_norm < result.grad_norm:
         norm += f" -> {result.clipped_norm:.2f}"
     unused = f", {len(result.untouched)} parameters unused" if result.untouched else ""
-    return f"loss {result.loss:.3f}, norm {norm}, {speed:,.0f} tok/s{unused}"
+    experts = f", load {load:.1f}" if load is not None else ""
+    return f"loss {result.loss:.3f}, norm {norm}{experts}, {speed:,.0f} tok/s{unused}"
 
 
 def train(args: argparse.Namespace) -> None:
@@ -196,6 +241,7 @@ def train(args: argparse.Namespace) -> None:
     import figures
     from corpus import ByteTokenizer, Corpus, FolderTokenizer, Position
 
+    from ruda_ds import _deepspeed
     from ruda_ds.monitor import write_window
 
     leader = ranks.rank == 0
@@ -206,7 +252,9 @@ def train(args: argparse.Namespace) -> None:
     total = total_windows(args, corpus)
     if leader:
         figures.clear(args.output / "monitor")
-    engine = build_engine(args, build_model(args, tokenizer.vocabulary), total)
+    config = _deepspeed.load_config(args.deepspeed_config)
+    engine = build_engine(args, config, build_model(args, config, ranks.rank, tokenizer.vocabulary), total)
+    loads = ExpertLoads(engine.module)
     if leader:
         args.output.mkdir(parents=True, exist_ok=True)
         size = sum(p.ds_numel if hasattr(p, "ds_numel") else p.numel() for p in engine.module.parameters())
@@ -224,12 +272,13 @@ def train(args: argparse.Namespace) -> None:
         result = train_window(engine, rows, plan[position.window], engine.train_micro_batch_size_per_gpu())
         speed = result.count / (time.perf_counter() - began)
         position = Position(position.epoch, position.window + 1)
-        write_window(engine, result, {"tokens_per_s": speed, "learning_rate": rate})
-        bar.set_postfix_str(describe(result, speed), refresh=False)
-    finish(args, engine, tokenizer, leader)
+        load = loads.take()
+        write_window(engine, result, {"tokens_per_s": speed, "learning_rate": rate, **load})
+        bar.set_postfix_str(describe(result, speed, load.get("expert_load")), refresh=False)
+    finish(args, engine, tokenizer, leader, loads)
 
 
-def finish(args: argparse.Namespace, engine, tokenizer, leader: bool) -> None:
+def finish(args: argparse.Namespace, engine, tokenizer, leader: bool, loads: ExpertLoads) -> None:
     """A few lines of text from the model, the table, the picture, and where they are."""
     import figures
     from decoder import generate
@@ -244,13 +293,14 @@ def finish(args: argparse.Namespace, engine, tokenizer, leader: bool) -> None:
         table = figures.collect(args.output / "monitor")
         figures.write_table(table, args.output / "metrics.csv")
         figures.draw(table, args.output / "loss.png")
+        pictures = [args.output / "loss.png"]
+        if loads.counts:
+            pictures.append(args.output / "experts.png")
+            figures.draw_experts(loads.counts, pictures[-1])
         losses = [row["loss"] for row in table if "loss" in row]
         fell = f"loss {losses[0]:.3f} -> {losses[-1]:.3f}" if losses else "no loss was finite"
-        print(
-            f"{fell} in {len(table)} windows\n"
-            f"  {args.output / 'loss.png'}\n  {args.output / 'metrics.csv'}\n  {args.output / 'monitor'}/",
-            flush=True,
-        )
+        places = "".join(f"\n  {place}" for place in [*pictures, args.output / "metrics.csv"])
+        print(f"{fell} in {len(table)} windows{places}\n  {args.output / 'monitor'}/", flush=True)
 
 
 def end_mpi_job() -> None:

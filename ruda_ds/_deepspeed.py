@@ -102,6 +102,16 @@ def in_engine_step(engine: Any) -> bool:
     return engine._running_engine_step
 
 
+def refuse_pipeline(model: Any) -> None:
+    """Raise ConfigError for a PipelineModule, before DeepSpeed makes a pipeline engine of it."""
+    from deepspeed.runtime.pipe.module import PipelineModule
+
+    if isinstance(model, PipelineModule):
+        raise ConfigError(
+            "pipeline", type(model).__name__, "pipeline parallelism is not supported: pass a plain module"
+        )
+
+
 # The folder of DeepSpeed's CPU collectives under torch's extension cache.
 SHARED_MEMORY_OP = "deepspeed_shm_comm"
 

@@ -10,7 +10,7 @@ from typing import Any, Literal
 
 import torch
 from deepspeed.runtime.config_utils import DeepSpeedConfigModel
-from pydantic import ValidationError
+from pydantic import Field, ValidationError
 
 from ruda_ds import _deepspeed
 from ruda_ds.errors import ConfigError
@@ -31,10 +31,19 @@ class AccumulationConfig(DeepSpeedConfigModel):
     skip_empty_window: bool = True
 
 
+class ExpertsConfig(DeepSpeedConfigModel):
+    """`ruda.experts`: how the experts of every MoE block are split over groups of ``ep_size`` consecutive ranks."""
+
+    ep_size: int = Field(1, ge=1)
+    # "even", or the prefix of an ExpertOwnership: ep_size + 1 numbers from 0 to the number of experts.
+    ownership: Literal["even"] | list[int] = "even"
+
+
 class RudaSection(DeepSpeedConfigModel):
     """The whole section; a key that is not here is refused."""
 
     accumulation: AccumulationConfig = AccumulationConfig()
+    experts: ExpertsConfig | None = None
 
 
 @dataclass(frozen=True)
@@ -159,7 +168,7 @@ def check(config: Mapping[str, Any]) -> RudaSection:
             "set a fixed scale such as 128: a dynamic one changes in mid-window, and the sums with it",
         )
     try:
-        return RudaSection(**config.get(SECTION, {}))
+        section = RudaSection(**config.get(SECTION, {}))
     except ValidationError as error:
         first = error.errors()[0]
         path = ".".join([SECTION, *map(str, first["loc"])])
@@ -167,6 +176,14 @@ def check(config: Mapping[str, Any]) -> RudaSection:
         raise ConfigError(path, first["input"], expected) from None
     except TypeError as error:
         raise ConfigError(SECTION, config.get(SECTION), f"expected an object ({error})") from None
+    experts = section.experts
+    if experts is not None and experts.ownership != "even" and len(experts.ownership) != experts.ep_size + 1:
+        raise ConfigError(
+            "ruda.experts.ownership",
+            experts.ownership,
+            f"expected {experts.ep_size + 1} numbers for an ep_size of {experts.ep_size}: it is a prefix",
+        )
+    return section
 
 
 def complete(config: Mapping[str, Any]) -> dict[str, Any]:
@@ -191,6 +208,14 @@ def check_engine(engine: Any) -> RudaConfig:
     if found != torch.float32:
         raise ConfigError(
             "data_types.grad_accum_dtype", str(found), "set it to fp32 in the config that the engine is made from"
+        )
+    if not _deepspeed.is_stage3(optimizer) and any(
+        _deepspeed.expert_range(parameter) for parameter in engine.module.parameters()
+    ):
+        raise ConfigError(
+            "zero_optimization.stage",
+            int(engine.zero_optimization_stage()),
+            "set it to 3: experts split over several ranks are not supported below it",
         )
     fp16_scale = lookup(raw, "fp16.loss_scale") if engine.fp16_enabled() else None
     if fp16_scale and section.loss_scale not in (None, fp16_scale):

@@ -6,9 +6,13 @@ import copy
 import logging
 from typing import Any
 
+import torch
+
 from ruda_ds import _deepspeed, config
 from ruda_ds.accumulation import GradientAccumulator
-from ruda_ds.moe import chain_exchanges
+from ruda_ds.errors import ConfigError
+from ruda_ds.moe import ExpertParallelMoE, chain_exchanges, ownership_of, replace_moe_blocks
+from ruda_ds.moe.families import FAMILIES
 
 logger = logging.getLogger("ruda_ds")
 
@@ -34,11 +38,48 @@ def initialize(args: Any = None, **keywords: Any) -> tuple[Any, Any, Any, Any]:
         if given is not None:  # DeepSpeed refuses to be told twice
             args = copy.copy(args)
             args.deepspeed_config = None
+    model = keywords.get("model")
+    _deepspeed.refuse_pipeline(model)
     if given is not None:
         keywords["config"] = config.complete(_deepspeed.load_config(given))
+        if isinstance(model, torch.nn.Module):
+            split_experts(model, config.check(keywords["config"]).experts, keywords.get("optimizer"))
     engine, optimizer, loader, scheduler = deepspeed.initialize(args=args, **keywords)
     attach(engine)
     return engine, optimizer, loader, scheduler
+
+
+def split_experts(model: torch.nn.Module, experts: config.ExpertsConfig | None, optimizer: Any) -> None:
+    """Apply `ruda.experts` to a model: replace a transformers model's blocks, or check those that are ours already.
+
+    Raises:
+        ConfigError: layers of ours with another ownership; or blocks to replace whose parameters an optimizer holds.
+        OwnershipError: see `replace_moe_blocks`.
+    """
+    if experts is None:
+        return
+    layers = [module for module in model.modules() if isinstance(module, ExpertParallelMoE)]
+    for layer in layers:
+        found = layer.experts.ownership
+        if found != ownership_of(experts.ownership, found.num_experts, experts.ep_size):
+            raise ConfigError(
+                "ruda.experts", experts.ownership, f"a layer of the model has {found}, ep_size {found.world_size}"
+            )
+    family = FAMILIES.get(getattr(getattr(model, "config", None), "model_type", ""))
+    if layers or family is None:
+        return
+    if isinstance(optimizer, torch.optim.Optimizer):
+        raise ConfigError(
+            "ruda.experts",
+            experts.ownership,
+            "the optimizer holds the parameters of the blocks that would be replaced: call replace_moe_blocks before "
+            "making it, or pass a callable that makes it from parameters",
+        )
+    import deepspeed
+
+    deepspeed.init_distributed()
+    count = family.num_experts(model.config)
+    replace_moe_blocks(model, ownership_of(experts.ownership, count, experts.ep_size))
 
 
 def attach(engine: Any) -> GradientAccumulator:

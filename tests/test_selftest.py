@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from ruda_ds.cli import selftest
-from ruda_ds.cli.oracle import ROWS, Case, shares, worst
+from ruda_ds.cli.oracle import ROWS, Case, data, shares, worst
 from ruda_ds.errors import RankFailedError
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -46,15 +46,15 @@ def test_ours_is_within_bounds_and_stock_far_off_where_counts_differ():
 @pytest.mark.parametrize("case", selftest.CASES[: len(selftest.SPLITS)], ids=lambda c: f"{c.split}-{c.microbatches}")
 def test_a_split_deals_every_row_once_and_is_what_it_is_called(case, world):
     table = shares(case, world)
-    sizes = [len(share) for microbatch in table for share in microbatch]
+    tokens = [int(data(case)[1][share].sum()) for microbatch in table for share in microbatch]
     assert sorted(row for microbatch in table for share in microbatch for row in share) == list(range(ROWS))
-    assert len(sizes) == case.microbatches * world
+    assert len(tokens) == case.microbatches * world
     if case.split == "even":
-        assert len(set(sizes)) == 1
-    elif len(sizes) > 1:
-        assert len(set(sizes)) > 1
+        assert len(set(tokens)) == 1
+    elif len(tokens) > 1:
+        assert len(set(tokens)) > 1
     if case.split == "empty":
-        assert not any(table[-1])
+        assert not any(table[-1])  # the last micro-batch, and the last rank of any
         assert world == 1 or not any(microbatch[-1] for microbatch in table)
 
 

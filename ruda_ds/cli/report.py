@@ -114,7 +114,8 @@ def refusals(given: Mapping[str, Any]) -> list[ConfigError]:
     """Everything in a config that `ruda_ds.config.check` refuses, not only the first thing."""
     from ruda_ds import config
 
-    trial, found = copy.deepcopy(dict(given)), []
+    trial = copy.deepcopy(dict(given))
+    found: list[ConfigError] = []
     while True:
         try:
             config.check(trial)

@@ -1,10 +1,11 @@
 """Dropless expert parallelism with any contiguous ownership of experts."""
 
+from ruda_ds.moe.balance import expert_layers, take_expert_counts, update_correction_biases
 from ruda_ds.moe.chain import chain_exchanges
 from ruda_ds.moe.experts import ExpertParallelSwiGLUExperts
 from ruda_ds.moe.layer import ExpertParallelMoE, ExpertParallelMoEOutput
 from ruda_ds.moe.options import MoEOptions
-from ruda_ds.moe.ownership import ExpertOwnership
+from ruda_ds.moe.ownership import ExpertOwnership, ownership_of
 from ruda_ds.moe.partition import ExpertPartitionContext
 from ruda_ds.moe.replace import replace_moe_blocks
 
@@ -16,5 +17,9 @@ __all__ = [
     "ExpertPartitionContext",
     "MoEOptions",
     "chain_exchanges",
+    "expert_layers",
+    "ownership_of",
     "replace_moe_blocks",
+    "take_expert_counts",
+    "update_correction_biases",
 ]

@@ -19,6 +19,7 @@ class Family:
         block: class name of the MoE block. It has ``gate.weight`` [E, H] and ``experts.gate_up_proj`` [E, 2F, H] (gate
             rows first) and ``experts.down_proj`` [E, H, F].
         options: of a model's configuration.
+        count: key of the number of experts in the configuration.
         router_dtype: dtype in which the router works; None: its input's.
         shared: name of the dense expert beside the routed ones; None if there is none.
         shared_gate: name of its sigmoid gate; None if there is none.
@@ -27,10 +28,15 @@ class Family:
 
     block: str
     options: Callable[[Any], MoEOptions]
+    count: str
     router_dtype: torch.dtype | None = None
     shared: str | None = None
     shared_gate: str | None = None
     bias: str | None = None
+
+    def num_experts(self, config: Any) -> int:
+        """E of a model with this configuration."""
+        return getattr(config, self.count)
 
 
 def _mixtral(config: Any) -> MoEOptions:
@@ -67,14 +73,19 @@ def _deepseek_v3(config: Any) -> MoEOptions:
 
 
 FAMILIES = {
-    "mixtral": Family("MixtralSparseMoeBlock", _mixtral),
-    "qwen2_moe": Family("Qwen2MoeSparseMoeBlock", _softmax, shared="shared_expert", shared_gate="shared_expert_gate"),
-    "qwen3_moe": Family("Qwen3MoeSparseMoeBlock", _softmax),
-    "olmoe": Family("OlmoeSparseMoeBlock", _softmax),
-    "deepseek_v2": Family("DeepseekV2Moe", _deepseek_v2, router_dtype=torch.float32, shared="shared_experts"),
+    "mixtral": Family("MixtralSparseMoeBlock", _mixtral, "num_local_experts"),
+    "qwen2_moe": Family(
+        "Qwen2MoeSparseMoeBlock", _softmax, "num_experts", shared="shared_expert", shared_gate="shared_expert_gate"
+    ),
+    "qwen3_moe": Family("Qwen3MoeSparseMoeBlock", _softmax, "num_experts"),
+    "olmoe": Family("OlmoeSparseMoeBlock", _softmax, "num_experts"),
+    "deepseek_v2": Family(
+        "DeepseekV2Moe", _deepseek_v2, "n_routed_experts", router_dtype=torch.float32, shared="shared_experts"
+    ),
     "deepseek_v3": Family(
         "DeepseekV3MoE",
         _deepseek_v3,
+        "n_routed_experts",
         router_dtype=torch.float32,
         shared="shared_experts",
         bias="e_score_correction_bias",

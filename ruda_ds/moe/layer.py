@@ -58,6 +58,11 @@ def _track(x: torch.Tensor) -> torch.Tensor:
     return x
 
 
+def is_recomputing() -> bool:
+    """Whether this forward runs inside a backward, as activation checkpointing makes it: its tokens were counted."""
+    return torch._C._current_graph_task_id() != -1
+
+
 class ExpertParallelMoE(torch.nn.Module):
     """No token is dropped; routing weights are applied once, at the combine, in float32 and ascending expert order.
 
@@ -77,6 +82,7 @@ class ExpertParallelMoE(torch.nn.Module):
     """
 
     correction_bias: torch.Tensor | None
+    expert_counts: torch.Tensor
 
     def __init__(
         self,
@@ -103,6 +109,9 @@ class ExpertParallelMoE(torch.nn.Module):
                 )
             bias = correction_bias.detach().float().clone()
         self.register_buffer("correction_bias", bias)
+        # Local rows of each expert since the counts were last taken; see balance.py.
+        counts = torch.zeros(experts.ownership.num_experts, dtype=torch.int64)
+        self.register_buffer("expert_counts", counts, persistent=False)
         if group is not None:
             self._check_group(group)
 
@@ -121,7 +130,9 @@ class ExpertParallelMoE(torch.nn.Module):
         self._check_group(groups.expert_parallel)
         self.group = groups.expert_parallel
         owned = self.experts.ownership.range(self.experts.rank)
-        for name, parameter in self.experts.named_parameters():
+        # With one rank to a group the experts are replicated like any other weight.
+        marked = self.experts.named_parameters() if self.experts.ownership.world_size > 1 else ()
+        for name, parameter in marked:
             _deepspeed.mark_expert_parameter(name, parameter, groups.name, groups.expert_data_parallel, owned)
         _deepspeed.mark_leaf_module(cast(torch.nn.Module, self.experts))
 
@@ -153,6 +164,8 @@ class ExpertParallelMoE(torch.nn.Module):
             raise
         header = self._exchange_headers(counts, status, owned)
         dispatch, rows, weights, logits, experts = routed
+        if torch.is_grad_enabled() and self.training and not is_recomputing():
+            self.expert_counts += dispatch.counts
         prefix = self.experts.ownership.prefix
         sent = [sum(counts[start:stop]) for start, stop in pairwise(prefix)]
         arrived = exchange_rows(rows, sent, header.received, tracked=header.tracked, group=self.group)

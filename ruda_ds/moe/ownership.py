@@ -111,3 +111,17 @@ class ExpertOwnership:
 
     def __repr__(self) -> str:
         return f"ExpertOwnership({list(self.prefix)})"
+
+
+def ownership_of(setting: str | Sequence[int], num_experts: int, world_size: int) -> ExpertOwnership:
+    """The ownership that a setting ("even", or a prefix) means.
+
+    Raises:
+        OwnershipError: the prefix is for another number of ranks or experts.
+    """
+    if isinstance(setting, str):
+        return ExpertOwnership.even(num_experts, world_size)
+    ownership = ExpertOwnership(setting)
+    if (ownership.num_experts, ownership.world_size) != (num_experts, world_size):
+        raise OwnershipError(f"{ownership} does not fit {num_experts} experts on {world_size} ranks")
+    return ownership

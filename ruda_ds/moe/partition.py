@@ -41,7 +41,10 @@ class ExpertPartitionContext:
             return leaf
         owned = ownership.range(rank)
         if owned:
-            leaf = torch.nn.Parameter(cube.detach()[owned.start : owned.stop].clone(), requires_grad=cube.requires_grad)
+            leaf = torch.nn.Parameter(
+                cube.detach()[owned.start : owned.stop].clone(memory_format=torch.contiguous_format),
+                requires_grad=cube.requires_grad,
+            )
         else:
             leaf = placeholder(cube)
         self._leaves[id(cube)] = (cube, (ownership, rank), leaf)

@@ -36,6 +36,23 @@ class ReplacedBlock(torch.nn.Module):
         return routed + dense
 
 
+class _Halves:
+    """gate and up [E, F, H] of a fused cube [E, 2F, H]; a cube that is tied gives the same halves again."""
+
+    def __init__(self) -> None:
+        self._known: dict[int, tuple[torch.Tensor, tuple[torch.nn.Parameter, torch.nn.Parameter]]] = {}
+
+    def of(self, fused: torch.Tensor) -> tuple[torch.nn.Parameter, torch.nn.Parameter]:
+        if id(fused) not in self._known:
+            gate, up = fused.detach().chunk(2, dim=1)
+            halves = (
+                torch.nn.Parameter(gate, requires_grad=fused.requires_grad),
+                torch.nn.Parameter(up, requires_grad=fused.requires_grad),
+            )
+            self._known[id(fused)] = (fused, halves)
+        return self._known[id(fused)][1]
+
+
 def replace_moe_blocks(
     model: torch.nn.Module,
     ownership: ExpertOwnership | Sequence[int],
@@ -69,7 +86,7 @@ def replace_moe_blocks(
     if rank is None:
         rank = dist.get_rank(group) if group is not None else dist.get_rank() % split.world_size
     family = FAMILIES[kind]
-    context = ExpertPartitionContext()
+    context, halves = ExpertPartitionContext(), _Halves()
     blocks = [
         (parent, name, child)
         for parent in model.modules()
@@ -79,7 +96,7 @@ def replace_moe_blocks(
     if not blocks:
         raise OwnershipError(f"no {family.block} in the model, expected at least one")
     for parent, name, block in blocks:
-        setattr(parent, name, _replacement(block, family, config, split, rank, group, context))
+        setattr(parent, name, _replacement(block, family, config, split, rank, group, context, halves))
     return len(blocks)
 
 
@@ -91,11 +108,10 @@ def _replacement(
     rank: int,
     group: dist.ProcessGroup | None,
     context: ExpertPartitionContext,
+    halves: _Halves,
 ) -> ReplacedBlock:
-    fused = block.experts.gate_up_proj
-    inner = fused.shape[1] // 2
-    halves = [torch.nn.Parameter(half, requires_grad=fused.requires_grad) for half in fused.detach().split(inner, 1)]
-    experts = ExpertParallelSwiGLUExperts.from_full(*halves, block.experts.down_proj, ownership, rank, context)
+    gate, up = halves.of(block.experts.gate_up_proj)
+    experts = ExpertParallelSwiGLUExperts.from_full(gate, up, block.experts.down_proj, ownership, rank, context)
     weight = block.gate.weight
     router = torch.nn.Linear(weight.shape[1], weight.shape[0], bias=False, device="meta")
     router.weight = weight
