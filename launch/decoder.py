@@ -75,7 +75,9 @@ class Experts(torch.nn.Module):
         ownership = ExpertOwnership(config.ownership or (0, config.experts))
         experts = ExpertParallelSwiGLUExperts.from_full(gate, up, down, ownership, config.rank)
         router = torch.nn.Linear(config.width, config.experts, bias=False)
-        self.routed = ExpertParallelMoE(router, experts, options=MoEOptions(top_k=config.top_k))
+        # The bias is moved after each window towards an even use of the experts; without it a few take all tokens.
+        bias = torch.zeros(config.experts)
+        self.routed = ExpertParallelMoE(router, experts, bias, MoEOptions(top_k=config.top_k))
         self.shared = SwiGLU(config.width, config.inner) if config.shared else None
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:

@@ -193,7 +193,10 @@ def total_windows(args: argparse.Namespace, corpus) -> int:
 
 
 class ExpertLoads:
-    """Tokens by layer and expert, window by window."""
+    """Tokens by layer and expert, window by window, and the selection biases that follow from them."""
+
+    # Scores are softmax probabilities: within some dozens of windows the biases can outweigh them.
+    rate = 0.01
 
     def __init__(self, model) -> None:
         from ruda_ds.moe import expert_layers
@@ -206,9 +209,12 @@ class ExpertLoads:
         """The window's load: the most used expert of the worst layer, in even shares. Empty without experts."""
         if not self.watched:
             return {}
-        from ruda_ds.moe import take_expert_counts
+        from ruda_ds.moe import expert_layers, take_expert_counts, update_correction_biases
 
-        counts = take_expert_counts(self.model).cpu().numpy()
+        taken = take_expert_counts(self.model)
+        if all(layer.correction_bias is not None for layer in expert_layers(self.model)):
+            update_correction_biases(self.model, taken, self.rate)
+        counts = taken.cpu().numpy()
         self.counts.append(counts)
         return {"expert_load": float((counts.max(1) / counts.mean(1).clip(min=1)).max())}
 

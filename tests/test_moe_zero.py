@@ -138,3 +138,78 @@ def leaves_out():
 
 def test_a_loss_that_leaves_a_layer_out_does_not_hang():
     assert max(run_ranks(leaves_out, 2, timeout_s=60)) <= 1e-5
+
+
+def counted():
+    """Global counts, however the ranks and checkpointing split the forward, and the bias that follows."""
+    from ruda_ds.moe import expert_layers, take_expert_counts, update_correction_biases
+
+    rank = dist.get_rank()
+    layer = make_layer([0, 3, 8], rank, MoEOptions(top_k=2), dist.group.WORLD, bias=torch.zeros(8))
+    reference = make_layer([0, 8], 0, MoEOptions(top_k=2), alone(), bias=torch.zeros(8))
+    batches_ = [torch.randn(count, 12, generator=torch.Generator().manual_seed(9)) for count in (5, 3)]
+    torch.utils.checkpoint.checkpoint(layer, batches_[rank], use_reentrant=False).sum().backward()
+    with torch.no_grad():
+        layer(batches_[rank])
+    out = reference.forward_detailed(torch.cat(batches_))
+    counts = take_expert_counts(layer)
+    assert counts.tolist() == [torch.bincount(out.selected_experts.flatten(), minlength=8).tolist()]
+    assert take_expert_counts(layer).sum() == 0
+    update_correction_biases(layer, counts, rate=0.5)
+    assert expert_layers(layer) == [layer]
+    wanted = [0.5 * ((count < 2) - (count > 2)) for count in counts[0].tolist()]
+    layer.bfloat16()
+    return layer.correction_bias.dtype == torch.float32 and layer.correction_bias.tolist() == wanted
+
+
+def test_expert_counts_are_global_and_exact_and_move_the_bias():
+    assert run_ranks(counted, 2) == [True, True]
+
+
+def refused():
+    from ruda_ds.errors import ConfigError, OwnershipError
+
+    def start(**changes):
+        model = Model([0, 3, 8], dist.get_rank(), 2)
+        config = base_config(**changes)
+        ruda_ds.initialize(model=model, optimizer=torch.optim.SGD(model.parameters(), lr=0.1), config=config)
+
+    with pytest.raises(ConfigError, match="set it to 3"):
+        start(zero_optimization={"stage": 2})
+    with pytest.raises(ConfigError, match="ExpertOwnership"):
+        start(ruda={"experts": {"ep_size": 2, "ownership": [0, 4, 8]}})
+    with pytest.raises(ConfigError, match="expected 3 numbers"):
+        start(ruda={"experts": {"ep_size": 2, "ownership": [0, 8]}})
+    with pytest.raises(OwnershipError, match="does not fit 8 experts"):
+        start(ruda={"experts": {"ep_size": 2, "ownership": [0, 3, 9]}})
+    start(ruda={"experts": {"ep_size": 2, "ownership": [0, 3, 8]}})
+    return True
+
+
+def test_what_does_not_fit_is_refused_at_start():
+    assert run_ranks(refused, 2) == [True, True]
+
+
+def from_config():
+    """A transformers model split by the config alone, trained for a step beside one process."""
+    from test_moe_families import tiny
+
+    model, reference = tiny("mixtral"), tiny("mixtral")
+    config = base_config(ruda={"experts": {"ep_size": 2, "ownership": [0, 2, 6]}})
+    engine, *_ = ruda_ds.initialize(
+        model=model,
+        optimizer=lambda parameters: torch.optim.SGD(parameters, lr=0.1),
+        config=config,
+        model_parameters=None,
+    )
+    tokens = [torch.randint(50, (1, 9), generator=torch.Generator().manual_seed(seed)) for seed in range(2)]
+    engine.accumulator.backward_sum(engine(tokens[dist.get_rank()]).logits.sin().sum(), local_count=9)
+    result = engine.accumulator.step()
+    (sum(reference(batch).logits.sin().sum() for batch in tokens) / 18).backward()
+    norm = torch.nn.utils.clip_grad_norm_(reference.parameters(), 1e9).item()
+    return result.grad_norm / norm
+
+
+def test_the_config_splits_a_transformers_model():
+    for ratio in run_ranks(from_config, 2):
+        assert ratio == pytest.approx(1, rel=1e-5)

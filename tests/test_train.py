@@ -104,7 +104,7 @@ def test_the_deepspeed_launcher_with_two_ranks_equals_one_process(tmp_path, corp
             TRAIN,
             "--deepspeed",
             "--deepspeed_config",
-            "ds_configs/zero3_cpu.json",
+            "ds_configs/zero3_moe_cpu.json",
             "--data",
             corpus,
             "--output",
@@ -113,6 +113,7 @@ def test_the_deepspeed_launcher_with_two_ranks_equals_one_process(tmp_path, corp
         ]
     )
     assert "2 ranks (started by: deepspeed or torchrun)" in said
+    assert (tmp_path / "experts.png").read_bytes()[:4] == b"\x89PNG"
     same_run(table(tmp_path), one_process)
 
 
@@ -128,7 +129,9 @@ def test_mpirun_with_three_ranks_equals_one_process(tmp_path, corpus, one_proces
     same_run(table(tmp_path), one_process)
 
 
-@pytest.mark.parametrize("config", sorted(path.name for path in (ROOT / "ds_configs").glob("*.json")))
+@pytest.mark.parametrize(
+    "config", sorted(path.name for path in (ROOT / "ds_configs").glob("*.json") if "moe" not in path.name)
+)
 def test_each_config_starts_as_it_stands(tmp_path, corpus, config):
     command = [
         sys.executable,
