@@ -1,5 +1,6 @@
 """Dropless expert parallelism with any contiguous ownership of experts."""
 
+from ruda_ds.moe.adapters import LoRAExperts
 from ruda_ds.moe.balance import expert_layers, take_expert_counts, update_correction_biases
 from ruda_ds.moe.chain import chain_exchanges
 from ruda_ds.moe.experts import ExpertParallelSwiGLUExperts
@@ -15,6 +16,7 @@ __all__ = [
     "ExpertParallelMoEOutput",
     "ExpertParallelSwiGLUExperts",
     "ExpertPartitionContext",
+    "LoRAExperts",
     "MoEOptions",
     "chain_exchanges",
     "expert_layers",
