@@ -26,7 +26,7 @@ class AccumulationConfig(DeepSpeedConfigModel):
 
     dtype: Literal["float32", "float64"] = "float32"
     # None: fp16.loss_scale if fp16 is on, else 1.
-    loss_scale: float | None = None
+    loss_scale: float | None = Field(None, gt=0, allow_inf_nan=False)
     # True: the step is skipped and reported. False: the optimizer steps with zero gradients.
     skip_empty_window: bool = True
 
@@ -85,7 +85,7 @@ def _is_set(value: Any) -> bool:
 
 
 def _enabled(value: Any) -> bool:
-    return bool(value.get("enabled", True)) if isinstance(value, Mapping) else bool(value)
+    return bool(value.get("enabled", False)) if isinstance(value, Mapping) else bool(value)
 
 
 _ZERO = "zero_optimization"
@@ -154,14 +154,22 @@ def check(config: Mapping[str, Any]) -> RudaSection:
     """
     for refusal in REFUSALS:
         value = lookup(config, refusal.path)
-        if value is not None and refusal.refused(value):
+        try:
+            refused = value is not None and refusal.refused(value)
+        except TypeError:  # "auto", or a number in quotes
+            raise ConfigError(refusal.path, value, f"expected a value of another type; {refusal.advice}") from None
+        if refused:
             raise ConfigError(refusal.path, value, refusal.advice)
     stage = lookup(config, f"{_ZERO}.stage")
     if stage not in (1, 2, 3):
         raise ConfigError(
             f"{_ZERO}.stage", stage, "set it to 1, 2 or 3: without ZeRO there are no shards to account for"
         )
-    if _is_set(config.get("fp16")) and _enabled(config["fp16"]) and not lookup(config, "fp16.loss_scale"):
+    if stage == 1 and lookup(config, "bf16.enabled") and lookup(config, f"{_ZERO}.offload_optimizer.device") != "cpu":
+        raise ConfigError(
+            f"{_ZERO}.stage", 1, "set it to 2 or 3: DeepSpeed runs bf16 at stage 1 through BF16_Optimizer"
+        )
+    if lookup(config, "fp16.enabled") and not lookup(config, "fp16.loss_scale"):
         raise ConfigError(
             "fp16.loss_scale",
             lookup(config, "fp16.loss_scale"),
@@ -172,10 +180,12 @@ def check(config: Mapping[str, Any]) -> RudaSection:
     except ValidationError as error:
         first = error.errors()[0]
         path = ".".join([SECTION, *map(str, first["loc"])])
-        expected = "remove this key: it is unknown" if first["type"] == "extra_forbidden" else first["msg"]
+        message = first["msg"].replace("Input should be", "expected")
+        expected = "remove this key: it is unknown" if first["type"] == "extra_forbidden" else message
         raise ConfigError(path, first["input"], expected) from None
     except TypeError as error:
         raise ConfigError(SECTION, config.get(SECTION), f"expected an object ({error})") from None
+    loss_scale(config, section.accumulation)
     experts = section.experts
     if experts is not None and experts.ownership != "even" and len(experts.ownership) != experts.ep_size + 1:
         raise ConfigError(
@@ -186,12 +196,28 @@ def check(config: Mapping[str, Any]) -> RudaSection:
     return section
 
 
+def loss_scale(config: Mapping[str, Any], accumulation: AccumulationConfig) -> float:
+    """The one loss scale of a config: the section's, else fp16's static one, else 1.
+
+    Raises:
+        ConfigError: both are there and differ.
+    """
+    fp16_scale = lookup(config, "fp16.loss_scale") if lookup(config, "fp16.enabled") else None
+    if fp16_scale and accumulation.loss_scale not in (None, fp16_scale):
+        raise ConfigError(
+            "ruda.accumulation.loss_scale",
+            accumulation.loss_scale,
+            f"fp16.loss_scale is {fp16_scale}: leave one of them out, there is one scale in a window",
+        )
+    return float(accumulation.loss_scale or fp16_scale or 1.0)
+
+
 def complete(config: Mapping[str, Any]) -> dict[str, Any]:
     """A checked copy of a DeepSpeed config with what exact accumulation needs filled in where it is absent."""
     check(config)
     result = copy.deepcopy(dict(config))
     result.setdefault("communication_data_type", "fp32")
-    result.setdefault("data_types", {}).setdefault("grad_accum_dtype", "fp32")
+    result["data_types"] = {"grad_accum_dtype": "fp32", **(result.get("data_types") or {})}
     return result
 
 
@@ -217,13 +243,6 @@ def check_engine(engine: Any) -> RudaConfig:
             int(engine.zero_optimization_stage()),
             "set it to 3: experts split over several ranks are not supported below it",
         )
-    fp16_scale = lookup(raw, "fp16.loss_scale") if engine.fp16_enabled() else None
-    if fp16_scale and section.loss_scale not in (None, fp16_scale):
-        raise ConfigError(
-            "ruda.accumulation.loss_scale",
-            section.loss_scale,
-            f"fp16.loss_scale is {fp16_scale}: leave one of them out, there is one scale in a window",
-        )
     clipping = float(engine.gradient_clipping())
     if "gradient_clipping" not in raw:
         logger.warning(
@@ -232,7 +251,7 @@ def check_engine(engine: Any) -> RudaConfig:
     caller_owns = raw.get("managed_gradient_accumulation") is False
     return RudaConfig(
         dtype=getattr(torch, section.dtype),
-        loss_scale=float(section.loss_scale or fp16_scale or 1.0),
+        loss_scale=loss_scale(raw, section),
         skip_empty_window=section.skip_empty_window,
         gradient_clipping=clipping,
         steps_per_window=1 if caller_owns else int(engine.gradient_accumulation_steps()),

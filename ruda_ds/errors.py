@@ -22,6 +22,7 @@ class ConfigError(RudaError, ValueError):
     def __init__(self, key: str, found: Any, expected: str) -> None:
         self.key = key
         self.found = found
+        self.expected = expected
         super().__init__(f"DeepSpeed config: {key!r} is {found!r}; {expected}")
 
 

@@ -41,6 +41,8 @@ REFUSED = {
     "communication_data_type": "bf16",
     "data_types.grad_accum_dtype": "bf16",
     "managed_gradient_accumulation": True,
+    "zero_optimization.stage ": 1,
+    "ruda.accumulation.loss_scale": 0,
     "ruda.accumulation.dtype": "bfloat16",
     "ruda.accumulation.losscale": 1.0,
     "ruda.acumulation": {},
@@ -50,7 +52,9 @@ REFUSED = {
 
 def with_value(path: str, value: object) -> dict:
     changed = base_config()
-    *outer, last = path.split(".")
+    if path == "zero_optimization.stage ":  # a second case of one key
+        changed["bf16"] = {"enabled": True}
+    *outer, last = path.strip().split(".")
     section = changed
     for key in outer:
         section = section.setdefault(key, {})
@@ -62,9 +66,32 @@ def with_value(path: str, value: object) -> dict:
 def test_refused_settings_name_key_value_and_advice(path, value):
     with pytest.raises(ConfigError, match="set|remove|use|leave|expected|should") as caught:
         config.complete(with_value(path, value))
-    named = "fp16.loss_scale" if path == "fp16" else path
+    named = "fp16.loss_scale" if path == "fp16" else path.strip()
     assert caught.value.key == named
     assert repr(named) in str(caught.value)
+
+
+def test_two_loss_scales_are_refused_before_anything_is_built():
+    both = with_value("ruda.accumulation.loss_scale", 8)
+    both["fp16"] = {"enabled": True, "loss_scale": 64}
+    with pytest.raises(ConfigError, match="leave one of them out"):
+        config.complete(both)
+    both["ruda"]["accumulation"]["loss_scale"] = 64
+    config.complete(both)
+
+
+@pytest.mark.parametrize(
+    ("path", "value"),
+    [
+        ("zero_optimization.zero_hpz_partition_size", "auto"),
+        ("sequence_parallel_size", "2"),
+    ],
+)
+def test_values_of_another_type_are_refused_by_key(path, value):
+    with pytest.raises(ConfigError, match="another type") as caught:
+        config.complete(with_value(path, value))
+    assert caught.value.key == path
+    assert "set it to 1" in caught.value.expected
 
 
 @pytest.mark.parametrize("path", [refusal.path for refusal in config.REFUSALS])
@@ -79,6 +106,9 @@ def test_every_refusal_is_tried(path):
         ("zero_optimization.zenflow", None),
         ("zero_optimization.offload_optimizer.device", "cpu"),
         ("fp16", {"enabled": False}),
+        ("fp16", {"loss_scale": 0}),
+        ("torch_autocast", {"dtype": "bfloat16"}),
+        ("data_types", None),
         ("fp16", {"enabled": True, "loss_scale": 64}),
         ("communication_data_type", "fp32"),
         ("managed_gradient_accumulation", False),

@@ -2,6 +2,7 @@
 
 import os
 import signal
+import threading
 import time
 
 import pytest
@@ -66,15 +67,17 @@ def test_a_result_that_does_not_pickle_is_an_error():
         run_ranks(unpicklable, 1)
 
 
-def test_a_stale_build_lock_is_removed_and_a_fresh_one_is_not(tmp_path, capsys):
-    from ruda_ds.cli.warm import remove_stale_lock
+def test_a_build_lock_is_waited_for_and_removed_when_its_owner_is_gone(tmp_path, capsys):
+    from ruda_ds.cli.warm import await_lock
 
     lock = tmp_path / "lock"
-    assert not remove_stale_lock(tmp_path)
+    assert not await_lock(tmp_path)
     lock.touch()
-    assert not remove_stale_lock(tmp_path)
-    assert lock.exists()
-    os.utime(lock, (0, 0))
-    assert remove_stale_lock(tmp_path)
+    threading.Timer(0.5, lock.unlink).start()
+    began = time.monotonic()
+    assert not await_lock(tmp_path)
+    assert 0.4 < time.monotonic() - began < 5
+    lock.touch()
+    assert await_lock(tmp_path, stale_s=1)
     assert not lock.exists()
     assert "left by a build that was killed" in capsys.readouterr().err

@@ -10,8 +10,9 @@ divisor. Buckets, streams, gathers, offload and the optimizer stay DeepSpeed's.
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Sequence
-from typing import Any, Protocol, cast
+from typing import Any, cast
 
 import torch
 
@@ -21,34 +22,6 @@ from ruda_ds.accumulation.division import divide_
 from ruda_ds.accumulation.placement import ParameterPlacement
 from ruda_ds.comm.reduce import scatter_sum
 from ruda_ds.errors import CallingStyleError, HookError
-
-
-class GradientReduction(Protocol):
-    """What an accumulator asks of the hook on one kind of ZeRO optimizer."""
-
-    optimizer: Any
-    pending: PendingShards
-
-    def begin_backward(self) -> None:
-        """Let gradients in: until `end_backward`, they belong to this micro-batch."""
-
-    def end_backward(self) -> None:
-        """Every gradient of the micro-batch is in the pending sums; raises HookError if there was none."""
-
-    def abandon_backward(self) -> bool:
-        """A backward failed: forget what DeepSpeed still holds of it; whether any of its gradients had come in."""
-
-    def used_by_any_rank(self) -> set[str]:
-        """Names of the parameters that a rank used in the window; may be a collective."""
-
-    def clear(self) -> None:
-        """Begin a new window."""
-
-    def hand_over(self, divisor: float, norm: float) -> None:
-        """Before the engine's step: the sums, to be divided once, and the norm of the result, to be reported."""
-
-    def remove(self) -> None:
-        """Give the optimizer its own methods back."""
 
 
 class Gate:
@@ -97,7 +70,60 @@ class StepTerms:
         self.norm = torch.tensor(norm, dtype=torch.float64, device=self.norm.device)
 
 
-class Stage3Reduction:
+class GradientReduction(ABC):
+    """What an accumulator asks of the hook on a ZeRO optimizer; the parts that do not depend on the stage.
+
+    Args:
+        engine: a DeepSpeed engine.
+        dtype: torch.float32 or torch.float64, of the sums and of the wire.
+    """
+
+    pending: PendingShards
+    _shadows: list[str]
+
+    def __init__(self, engine: Any, dtype: torch.dtype) -> None:
+        self.optimizer = _deepspeed.zero_optimizer(engine)
+        self.dtype = dtype
+        self.gate = Gate()
+        self.terms = StepTerms(_deepspeed.gradient_device(self.optimizer))
+
+    def begin_backward(self) -> None:
+        """Let gradients in: until `end_backward`, they belong to this micro-batch."""
+        self.gate.open()
+
+    def end_backward(self) -> None:
+        """Every gradient of the micro-batch is in the pending sums; raises HookError if there was none."""
+        self.gate.close()
+
+    def abandon_backward(self) -> bool:
+        """A backward failed: forget what DeepSpeed still holds of it; whether any of its gradients had come in."""
+        self.gate.is_open = False
+        _deepspeed.drop_partial_backward(self.optimizer)
+        return self.gate.admitted > 0
+
+    @abstractmethod
+    def used_by_any_rank(self) -> set[str]:
+        """Names of the parameters that a rank used in the window; may be a collective."""
+
+    def clear(self) -> None:
+        """Begin a new window."""
+        self.pending.clear()
+
+    @abstractmethod
+    def hand_over(self, divisor: float, norm: float) -> None:
+        """Before the engine's step: the sums, to be divided once, and the norm of the result, to be reported."""
+
+    def divide(self, gradient: torch.Tensor) -> None:
+        """In place of DeepSpeed's unscaling: a flat float32 sum becomes the mean; with float64 work it is one."""
+        if self.dtype == torch.float32:
+            divide_(gradient, self.terms.divisor)
+
+    def remove(self) -> None:
+        """Give the optimizer its own methods back."""
+        _deepspeed.restore(self.optimizer, self._shadows)
+
+
+class Stage3Reduction(GradientReduction):
     """`GradientReduction` for ZeRO-3. With float32 work the pending sums are DeepSpeed's buffer itself.
 
     Args:
@@ -107,9 +133,7 @@ class Stage3Reduction:
     """
 
     def __init__(self, engine: Any, placement: Sequence[ParameterPlacement], dtype: torch.dtype) -> None:
-        self.optimizer = _deepspeed.zero_optimizer(engine)
-        self.dtype = dtype
-        self.gate = Gate()
+        super().__init__(engine, dtype)
         trainable = {p.name: p for p in placement if p.requires_grad}
         parameters = dict(engine.module.named_parameters())
         self.names = {_deepspeed.parameter_id(parameters[name]): name for name in trainable}
@@ -120,14 +144,13 @@ class Stage3Reduction:
         self.pending = PendingShards(
             flat, {name: flat[s.storage_offset() :][: s.numel()] for name, s in self.slots.items()}
         )
-        self.terms = StepTerms(flat.device)
         self._bucketed: set[int] = set()
         hooks = _deepspeed.Stage3Hooks(
             guard=self._admit,
             scatter=self._scatter,
             partition=self._partition,
             norm=lambda: self.terms.norm,
-            divide=self._divide,
+            divide=self.divide,
         )
         self._shadows = _deepspeed.install_stage3(self.optimizer, hooks)
         self._verify(flat.device)
@@ -152,11 +175,6 @@ class Stage3Reduction:
             _deepspeed.release_gradient(parameter)
             self._bucketed.discard(_deepspeed.parameter_id(parameter))
 
-    def _divide(self, gradient: torch.Tensor) -> None:
-        # With float64 work the float32 values that DeepSpeed flattened are means already.
-        if self.dtype == torch.float32:
-            divide_(gradient, self.terms.divisor)
-
     def _verify(self, device: torch.device) -> None:
         """Reduce-scatter known values in odd shapes; HookError if the shards are not the exact sums."""
         group = _deepspeed.data_parallel_group(self.optimizer)
@@ -176,28 +194,14 @@ class Stage3Reduction:
                     f"expected the sum {want} over {world} ranks"
                 )
 
-    def begin_backward(self) -> None:
-        """See `GradientReduction`."""
-        self.gate.open()
-
-    def end_backward(self) -> None:
-        """See `GradientReduction`."""
-        self.gate.close()
-
     def abandon_backward(self) -> bool:
         """See `GradientReduction`."""
-        self.gate.is_open = False
         self._bucketed.clear()
-        _deepspeed.drop_partial_backward(self.optimizer)
-        return self.gate.admitted > 0
+        return super().abandon_backward()
 
     def used_by_any_rank(self) -> set[str]:
         """See `GradientReduction`. Local: ZeRO-3 ranks reduce the same parameters or could not have gone on."""
         return set(self.pending.touched)
-
-    def clear(self) -> None:
-        """See `GradientReduction`."""
-        self.pending.clear()
 
     def hand_over(self, divisor: float, norm: float) -> None:
         """See `GradientReduction`."""
@@ -207,7 +211,3 @@ class Stage3Reduction:
             _deepspeed.stage3_flat_gradients(self.optimizer).copy_(self.pending.flat)
         if _deepspeed.offloads_gradients(self.optimizer):
             _deepspeed.stage3_hand_over_all(self.optimizer)
-
-    def remove(self) -> None:
-        """See `GradientReduction`."""
-        _deepspeed.restore(self.optimizer, self._shadows)

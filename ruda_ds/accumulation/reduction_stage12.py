@@ -17,14 +17,14 @@ from ruda_ds import _deepspeed
 from ruda_ds.accumulation.buffers import PendingShards
 from ruda_ds.accumulation.division import divide_
 from ruda_ds.accumulation.placement import ParameterPlacement
-from ruda_ds.accumulation.reduction import Gate, StepTerms
+from ruda_ds.accumulation.reduction import GradientReduction
 from ruda_ds.comm.reduce import owners_sum
 
 # Elements reduced at a time; bounds the wire buffer.
 BUCKET_ELEMENTS = 1 << 25
 
 
-class Stage12Reduction:
+class Stage12Reduction(GradientReduction):
     """`GradientReduction` for ZeRO-1 and 2. DeepSpeed has no lasting buffer there, so the pending sums are ours.
 
     Args:
@@ -34,9 +34,7 @@ class Stage12Reduction:
     """
 
     def __init__(self, engine: Any, placement: Sequence[ParameterPlacement], dtype: torch.dtype) -> None:
-        self.optimizer = _deepspeed.zero_optimizer(engine)
-        self.dtype = dtype
-        self.gate = Gate()
+        super().__init__(engine, dtype)
         self.device = _deepspeed.gradient_device(self.optimizer)
         self.fragments = _deepspeed.flat_fragments(self.optimizer)
         self.names = {id(parameter): name for name, parameter in engine.module.named_parameters()}
@@ -52,21 +50,12 @@ class Stage12Reduction:
                 views[self.names[id(parameter)]] = self.partitions[fragment.group_index][begin : begin + stop - start]
         self.pending = PendingShards(flat, views)
         self.used: set[str] = set()
-        self.terms = StepTerms(self.device)
-        hooks = _deepspeed.Stage12Hooks(guard=self.gate.admit, norm=lambda: self.terms.norm, divide=self._divide)
+        hooks = _deepspeed.Stage12Hooks(guard=self.gate.admit, norm=lambda: self.terms.norm, divide=self.divide)
         self._shadows = _deepspeed.install_stage12(self.optimizer, hooks)
-
-    def _divide(self, gradient: torch.Tensor) -> None:
-        if self.dtype == torch.float32:
-            divide_(gradient, self.terms.divisor)
-
-    def begin_backward(self) -> None:
-        """See `GradientReduction`."""
-        self.gate.open()
 
     def end_backward(self) -> None:
         """See `GradientReduction`."""
-        self.gate.close()
+        super().end_backward()
         for index, parameters in enumerate(_deepspeed.optimizer_groups(self.optimizer)):
             bucket: list[torch.nn.Parameter] = []
             elements = 0
@@ -109,12 +98,6 @@ class Stage12Reduction:
             return torch.zeros(stop - start, dtype=self.dtype, device=self.device)
         return parameter.grad.reshape(-1)[start:stop].to(self.dtype)
 
-    def abandon_backward(self) -> bool:
-        """See `GradientReduction`."""
-        self.gate.is_open = False
-        _deepspeed.drop_partial_backward(self.optimizer)
-        return self.gate.admitted > 0
-
     def used_by_any_rank(self) -> set[str]:
         """See `GradientReduction`. A collective: here ranks may use different parameters."""
         names = sorted(self.pending.views)
@@ -126,7 +109,7 @@ class Stage12Reduction:
 
     def clear(self) -> None:
         """See `GradientReduction`."""
-        self.pending.clear()
+        super().clear()
         self.used.clear()
 
     def hand_over(self, divisor: float, norm: float) -> None:
@@ -139,7 +122,3 @@ class Stage12Reduction:
                 for partition in divide_(self.pending.flat, divisor).split([p.numel() for p in self.partitions])
             ]
         _deepspeed.stage12_hand_over(self.optimizer, partitions)
-
-    def remove(self) -> None:
-        """See `GradientReduction`."""
-        _deepspeed.restore(self.optimizer, self._shadows)

@@ -6,22 +6,28 @@ lock behind, on which every later load waits for ever. Run as a command by the s
 
 from __future__ import annotations
 
+import os
 import sys
 import time
 from pathlib import Path
 
 # A build takes a minute or two; a lock this old has lost its owner.
-STALE_S = 600.0
+STALE_S = 300.0
 
 
-def remove_stale_lock(folder: Path, age_s: float = STALE_S) -> bool:
-    """Remove the build lock in an extension's folder if it is older than ``age_s``; whether there was one."""
+def await_lock(folder: Path, stale_s: float = STALE_S) -> bool:
+    """Wait while another process builds in an extension's folder; whether its lock was a dead one, now removed."""
     lock = folder / "lock"
-    if not lock.exists() or time.time() - lock.stat().st_mtime < age_s:
-        return False
-    print(f"removing {lock}: left by a build that was killed more than {age_s:.0f} s ago", file=sys.stderr)
-    lock.unlink(missing_ok=True)
-    return True
+    while True:
+        try:
+            age = time.time() - lock.stat().st_mtime
+        except FileNotFoundError:
+            return False
+        if age >= stale_s:
+            print(f"removing {lock}: left by a build that was killed {age:.0f} s ago", file=sys.stderr)
+            lock.unlink(missing_ok=True)
+            return True
+        time.sleep(0.2)
 
 
 def warm_up() -> None:
@@ -33,8 +39,10 @@ def warm_up() -> None:
 
     if get_accelerator().device_name() != "cpu":
         return
-    for folder in Path(get_default_build_root()).glob(f"*/{_deepspeed.SHARED_MEMORY_OP}"):
-        remove_stale_lock(folder)
+    root = os.environ.get("TORCH_EXTENSIONS_DIR")
+    pattern = _deepspeed.SHARED_MEMORY_OP if root else f"*/{_deepspeed.SHARED_MEMORY_OP}"
+    for folder in Path(root or get_default_build_root()).glob(pattern):
+        await_lock(folder)
     _deepspeed.load_shared_memory_op()
 
 
