@@ -8,6 +8,7 @@ ranks and however unevenly the rows fall.
 from __future__ import annotations
 
 import argparse
+import contextlib
 import logging
 import math
 import os
@@ -166,15 +167,31 @@ def train_window(engine, rows, window: range, micro_batch_size: int):
     import torch.nn.functional as F
     from corpus import NO_TARGET, deal
 
+    from ruda_ds.moe import uncounted
+
     accumulator = engine.accumulator
     for share in deal(window, engine.global_rank, engine.world_size, micro_batch_size):
         tokens, positions, documents, targets = batch_of(rows, share, window, engine.device)
-        logits = engine(tokens, positions, documents)
+        # A rank without rows takes part with one that counts for nothing, in the loss and in the experts' load.
+        with contextlib.nullcontext() if share else uncounted(engine.module):
+            logits = engine(tokens, positions, documents)
         loss_sum = F.cross_entropy(
             logits.float().flatten(0, 1), targets.flatten(), ignore_index=NO_TARGET, reduction="sum"
         )
         accumulator.backward_sum(loss_sum, local_count=int((targets != NO_TARGET).sum()))
     return accumulator.step()
+
+
+def count_parameters(engine) -> int:
+    """Parameters of the whole model, every expert counted once. A collective."""
+    import torch
+
+    placement = engine.accumulator.placement
+    dense = sum(p.numel for p in placement if not p.experts)
+    own = sum(p.numel / p.world_size for p in placement if p.experts)  # as many ranks hold a copy of these
+    experts = torch.tensor(own, dtype=torch.float64, device=engine.device)
+    torch.distributed.all_reduce(experts)
+    return dense + round(experts.item())
 
 
 def plan_epoch(args: argparse.Namespace, corpus, epoch: int):
@@ -261,9 +278,9 @@ def train(args: argparse.Namespace) -> None:
     config = _deepspeed.load_config(args.deepspeed_config)
     engine = build_engine(args, config, build_model(args, config, ranks.rank, tokenizer.vocabulary), total)
     loads = ExpertLoads(engine.module)
+    size = count_parameters(engine)
     if leader:
         args.output.mkdir(parents=True, exist_ok=True)
-        size = sum(p.ds_numel if hasattr(p, "ds_numel") else p.numel() for p in engine.module.parameters())
         print(
             f"{len(corpus.documents):,} documents, {corpus.targets:,} targets, {len(plan):,} windows an epoch; "
             f"{size:,} parameters on {ranks.world_size} ranks (started by: {ranks.launcher})",

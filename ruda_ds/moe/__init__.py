@@ -1,7 +1,7 @@
 """Dropless expert parallelism with any contiguous ownership of experts."""
 
 from ruda_ds.moe.adapters import LoRAExperts
-from ruda_ds.moe.balance import expert_layers, take_expert_counts, update_correction_biases
+from ruda_ds.moe.balance import expert_layers, take_expert_counts, uncounted, update_correction_biases
 from ruda_ds.moe.chain import chain_exchanges
 from ruda_ds.moe.experts import ExpertParallelSwiGLUExperts
 from ruda_ds.moe.layer import ExpertParallelMoE, ExpertParallelMoEOutput
@@ -23,5 +23,6 @@ __all__ = [
     "ownership_of",
     "replace_moe_blocks",
     "take_expert_counts",
+    "uncounted",
     "update_correction_biases",
 ]

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
+from collections.abc import Iterator
+
 import torch
 import torch.distributed as dist
 
@@ -33,6 +36,19 @@ def take_expert_counts(model: torch.nn.Module, group: dist.ProcessGroup | None =
     for layer in layers:
         layer.expert_counts.zero_()
     return counts
+
+
+@contextlib.contextmanager
+def uncounted(model: torch.nn.Module) -> Iterator[None]:
+    """Forwards whose tokens are not to be counted: of a rank that has none and runs a stand-in for its collectives."""
+    layers = expert_layers(model)
+    for layer in layers:
+        layer.counting = False
+    try:
+        yield
+    finally:
+        for layer in layers:
+            layer.counting = True
 
 
 def update_correction_biases(model: torch.nn.Module, counts: torch.Tensor, rate: float = 1e-3) -> None:

@@ -112,6 +112,7 @@ class ExpertParallelMoE(torch.nn.Module):
         # Local rows of each expert since the counts were last taken; see balance.py.
         counts = torch.zeros(experts.ownership.num_experts, dtype=torch.int64)
         self.register_buffer("expert_counts", counts, persistent=False)
+        self.counting = True
         if group is not None:
             self._check_group(group)
 
@@ -164,7 +165,7 @@ class ExpertParallelMoE(torch.nn.Module):
             raise
         header = self._exchange_headers(counts, status, owned)
         dispatch, rows, weights, logits, experts = routed
-        if torch.is_grad_enabled() and self.training and not is_recomputing():
+        if self.counting and torch.is_grad_enabled() and self.training and not is_recomputing():
             self.expert_counts += dispatch.counts
         prefix = self.experts.ownership.prefix
         sent = [sum(counts[start:stop]) for start, stop in pairwise(prefix)]
