@@ -190,12 +190,13 @@ def test_what_does_not_fit_is_refused_at_start():
     assert run_ranks(refused, 2) == [True, True]
 
 
-def from_config():
+def from_config(kind):
     """A transformers model split by the config alone, trained for a step beside one process."""
-    from test_moe_families import tiny
+    from test_moe_families import KINDS, tiny
 
-    model, reference = tiny("mixtral"), tiny("mixtral")
-    config = base_config(ruda={"experts": {"ep_size": 2, "ownership": [0, 2, 6]}})
+    model, reference = tiny(kind), tiny(kind)
+    experts = KINDS[kind].get("num_local_experts") or KINDS[kind]["n_routed_experts"]
+    config = base_config(ruda={"experts": {"ep_size": 2, "ownership": [0, 2, experts]}})
     engine, *_ = ruda_ds.initialize(
         model=model,
         optimizer=lambda parameters: torch.optim.SGD(parameters, lr=0.1),
@@ -210,6 +211,7 @@ def from_config():
     return result.grad_norm / norm
 
 
-def test_the_config_splits_a_transformers_model():
-    for ratio in run_ranks(from_config, 2):
+@pytest.mark.parametrize("kind", ["mixtral", "deepseek_v3"])
+def test_the_config_splits_a_transformers_model(kind):
+    for ratio in run_ranks(from_config, 2, kind):
         assert ratio == pytest.approx(1, rel=1e-5)

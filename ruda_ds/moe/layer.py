@@ -63,6 +63,24 @@ def is_recomputing() -> bool:
     return torch._C._current_graph_task_id() != -1
 
 
+class WideLinear(torch.nn.Linear):
+    """A Linear that works in its input's dtype, whatever its weight is stored in.
+
+    A module of its own and not a product with its weight elsewhere: ZeRO-3 gathers parameters where modules are called.
+    """
+
+    @classmethod
+    def of(cls, linear: torch.nn.Linear) -> WideLinear:
+        """The same parameters."""
+        made = cls(linear.in_features, linear.out_features, bias=linear.bias is not None, device="meta")
+        made.weight, made.bias = linear.weight, linear.bias
+        return made
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """[..., in] -> [..., out] in the dtype of x."""
+        return F.linear(x, self.weight.to(x.dtype), None if self.bias is None else self.bias.to(x.dtype))
+
+
 class ExpertParallelMoE(torch.nn.Module):
     """No token is dropped; routing weights are applied once, at the combine, in float32 and ascending expert order.
 
@@ -73,7 +91,8 @@ class ExpertParallelMoE(torch.nn.Module):
         experts: this rank's; see ReceivedExperts.
         correction_bias: [E] selection-only bias; kept as a float32 buffer whatever the model is cast to.
         options: selection, weights, backend.
-        router_input_dtype: the router works in this dtype; None: the input's.
+        router_input_dtype: the router gets its input in this dtype, and works in it if it is a Linear; None: the
+            layer's input as it is.
         group: a torch process group for use without DeepSpeed's engine; None: DeepSpeed's expert-parallel group of as
             many ranks as the ownership has, set when the engine is made.
 
@@ -96,6 +115,8 @@ class ExpertParallelMoE(torch.nn.Module):
         super().__init__()
         self.options = options or MoEOptions()
         self.options.check(experts.ownership.num_experts)
+        if router_input_dtype is not None and type(router) is torch.nn.Linear:
+            router = WideLinear.of(router)
         self.router, self.experts = router, experts
         self.router_input_dtype = router_input_dtype
         self.group = group
@@ -195,19 +216,10 @@ class ExpertParallelMoE(torch.nn.Module):
                 f"the layer's input is {tuple(x.shape)} {x.dtype}, expected [..., {hidden}] {self.experts.dtype}"
             )
         flat = _track(x).reshape(-1, hidden)
-        logits = self._logits(flat)
+        logits = self.router(flat if self.router_input_dtype is None else flat.to(self.router_input_dtype))
         experts, weights = choose(logits, self.options, self.correction_bias)
         dispatch = sort_by_expert(experts, self.experts.ownership.num_experts)
         return dispatch, Gather.apply(flat, dispatch.tokens, dispatch.slots), weights, logits, experts
-
-    def _logits(self, flat: torch.Tensor) -> torch.Tensor:
-        if self.router_input_dtype is None:
-            return self.router(flat)
-        flat = flat.to(self.router_input_dtype)
-        if isinstance(self.router, torch.nn.Linear):
-            bias = None if self.router.bias is None else self.router.bias.to(flat.dtype)
-            return F.linear(flat, self.router.weight.to(flat.dtype), bias)
-        return self.router(flat)
 
     def _exchange_headers(self, counts: list[int], status: Status, owned: tuple[int, ...]) -> Any:
         assert self.group is not None
