@@ -264,8 +264,14 @@ def stage3_slot(optimizer: Any, parameter: torch.Tensor) -> torch.Tensor:
     return optimizer._DeepSpeedZeroOptimizer_Stage3__param_id_to_grad_partition[parameter_id(parameter)]
 
 
-def stage3_hand_over_all(optimizer: Any) -> None:
-    """Offload: let the step copy every slot. DeepSpeed copies only what it saw reduced; the rest would be stale."""
+def stage3_hand_over(optimizer: Any) -> None:
+    """Let the step take every slot of the flat buffer.
+
+    DeepSpeed lists the slots after a backward, of which a window of ready-made sums has none; under offload it copies
+    only those that it saw reduced since the last step, and the rest of its host copy would be stale.
+    """
+    for index, group in enumerate(optimizer.fp16_groups):
+        optimizer.averaged_gradients[index] = [stage3_slot(optimizer, parameter) for parameter in group]
     optimizer._offload_boundary_param_ids = {parameter_id(p) for group in optimizer.fp16_groups for p in group}
 
 

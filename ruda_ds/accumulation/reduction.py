@@ -209,5 +209,4 @@ class Stage3Reduction(GradientReduction):
         if self.dtype == torch.float64:
             divide_(self.pending.flat, divisor)
             _deepspeed.stage3_flat_gradients(self.optimizer).copy_(self.pending.flat)
-        if _deepspeed.offloads_gradients(self.optimizer):
-            _deepspeed.stage3_hand_over_all(self.optimizer)
+        _deepspeed.stage3_hand_over(self.optimizer)
