@@ -158,14 +158,11 @@ def is_stage3(optimizer: Any) -> bool:
     return isinstance(optimizer, DeepSpeedZeroOptimizer_Stage3)
 
 
-def partition_group(optimizer: Any, parameter: torch.Tensor) -> Any:
-    """The process group over which a parameter (its gradient, below stage 3) is partitioned."""
+def partition_group(optimizer: Any, parameter: torch.Tensor, fragment: FlatFragment | None) -> Any:
+    """The process group over which a parameter (below stage 3: its gradient, lying at ``fragment``) is partitioned."""
     if is_stage3(optimizer):
         return optimizer._get_param_partition_group(parameter)
-    fragments = flat_fragments(optimizer)
-    if id(parameter) in fragments:
-        return optimizer.real_dp_process_group[fragments[id(parameter)].group_index]
-    return optimizer.dp_process_group
+    return optimizer.dp_process_group if fragment is None else stage12_group(optimizer, fragment.group_index)
 
 
 def logical_shape(parameter: torch.Tensor) -> torch.Size:

@@ -203,6 +203,19 @@ def test_ranks_that_disagree_all_hear_which_rank_and_what():
     assert run_ranks(disagreeing, 3) == [True] * 3
 
 
+def scales_differ():
+    scale = 2.0 if dist.get_rank() else 1.0
+    engine = make_engine(base_config(ruda={"accumulation": {"loss_scale": scale}}), model=Linear())
+    engine.accumulator.backward_sum(engine(torch.ones(1)).sum(), local_count=1)
+    with pytest.raises(RankDisagreementError, match=r"loss_scale: rank \d holds \d\.0, the others hold \d\.0"):
+        engine.accumulator.step()
+    return True
+
+
+def test_a_setting_that_differs_is_shown_as_it_was_set():
+    assert run_ranks(scales_differ, 3) == [True] * 3
+
+
 def weighted(weights: list[float]):
     engine = make_engine(base_config(), model=Linear())
     plain = engine.accumulator

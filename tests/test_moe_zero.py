@@ -9,6 +9,7 @@ from moe_helpers import alone, make_layer, relative
 
 import ruda_ds
 from ruda_ds.cli.ranks import run_ranks
+from ruda_ds.comm.scope import current_scope
 from ruda_ds.moe import MoEOptions
 
 HIDDEN = 12
@@ -122,10 +123,13 @@ def leaves_out():
     engine, *_ = ruda_ds.initialize(
         model=model, optimizer=torch.optim.SGD(model.parameters(), lr=0.1), config=base_config()
     )
+    engine.accumulator.close()
+    ruda_ds.attach(engine)  # a second accumulator must not nest a second scope
     inputs = batches(0, 2, [4, 5])[0]
     engine.accumulator.backward_sum(engine(inputs[rank], skip=rank == 1).sum(), local_count=4)
     reference = Model([0, 8], 0, 2, alone())
     (reference(inputs[0]).sum() + reference(inputs[1], skip=True).sum()).backward()
+    assert current_scope() is None
     owned = model.moe[1].experts.ownership.range(rank)
     errors = []
     for name, shard in engine.accumulator.pending().items():

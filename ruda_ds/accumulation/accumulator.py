@@ -322,7 +322,10 @@ class GradientAccumulator:
         self._reduction.pending.add(list(shards), list(shards.values()))
 
     def close(self) -> None:
-        """Give the engine its own methods back. The window is thrown away."""
+        """Give the engine its own methods back, for another accumulator. The window is thrown away.
+
+        It is not a way back to stock DeepSpeed: the loss scale stays 1 and each ``step()`` a boundary.
+        """
         self._clear()
         self._reduction.remove()
         self._binding.remove()

@@ -64,16 +64,15 @@ class ParameterPlacement:
 
 def live_placement(module: torch.nn.Module, optimizer: object) -> tuple[ParameterPlacement, ...]:
     """The placement of every floating parameter of a module that a ZeRO optimizer holds, sorted by name."""
-    fragments = _deepspeed.flat_fragments(optimizer) if not _deepspeed.is_stage3(optimizer) else None
+    stage3 = _deepspeed.is_stage3(optimizer)
+    fragments = {} if stage3 else _deepspeed.flat_fragments(optimizer)
     found = []
     for name, parameter in module.named_parameters():
         if not parameter.dtype.is_floating_point:
             continue
-        group = _deepspeed.partition_group(optimizer, parameter)
+        fragment = fragments.get(id(parameter))
+        group = _deepspeed.partition_group(optimizer, parameter, fragment)
         shape, experts = tuple(_deepspeed.logical_shape(parameter)), _deepspeed.expert_range(parameter)
-        fragment = None
-        if fragments is not None:
-            fragment = fragments[id(parameter)].held if id(parameter) in fragments else (0, 0)
         found.append(
             ParameterPlacement(
                 name=name,
@@ -82,7 +81,7 @@ def live_placement(module: torch.nn.Module, optimizer: object) -> tuple[Paramete
                 world_size=torch.distributed.get_world_size(group),
                 dtype=parameter.dtype,
                 requires_grad=parameter.requires_grad,
-                fragment=fragment,
+                fragment=None if stage3 else fragment.held if fragment else (0, 0),
                 experts=experts,
             )
         )

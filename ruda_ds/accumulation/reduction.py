@@ -22,6 +22,7 @@ from ruda_ds.accumulation.division import divide_
 from ruda_ds.accumulation.placement import ParameterPlacement
 from ruda_ds.comm.reduce import scatter_sum
 from ruda_ds.errors import CallingStyleError, HookError
+from ruda_ds.shapes import shard_range
 
 
 class Gate:
@@ -139,11 +140,9 @@ class Stage3Reduction(GradientReduction):
         self.names = {_deepspeed.parameter_id(parameters[name]): name for name in trainable}
         theirs = _deepspeed.stage3_flat_gradients(self.optimizer)
         flat = theirs if dtype == theirs.dtype else torch.zeros_like(theirs, dtype=dtype)
-        slots = {name: _deepspeed.stage3_slot(self.optimizer, parameters[name]) for name in trainable}
-        self.slots = {name: slot[: trainable[name].shard_numel] for name, slot in slots.items()}
-        self.pending = PendingShards(
-            flat, {name: flat[s.storage_offset() :][: s.numel()] for name, s in self.slots.items()}
-        )
+        begins = {n: _deepspeed.stage3_slot(self.optimizer, parameters[n]).storage_offset() for n in trainable}
+        views = {name: flat[begins[name] :][: place.shard_numel] for name, place in trainable.items()}
+        self.pending = PendingShards(flat, views)
         self._bucketed: set[int] = set()
         hooks = _deepspeed.Stage3Hooks(
             guard=self._admit,
@@ -153,7 +152,7 @@ class Stage3Reduction(GradientReduction):
             divide=self.divide,
         )
         self._shadows = _deepspeed.install_stage3(self.optimizer, hooks)
-        self._verify(flat.device)
+        self._verify()
 
     def _admit(self, parameter: torch.nn.Parameter) -> bool:
         """A parameter used in two checkpointed regions becomes ready twice. If its first gradient still waits in the
@@ -166,7 +165,7 @@ class Stage3Reduction(GradientReduction):
         return True
 
     def _scatter(self, parameters: list[torch.nn.Parameter], _: torch.dtype) -> list[torch.Tensor]:
-        group = _deepspeed.partition_group(self.optimizer, parameters[0])
+        group = _deepspeed.partition_group(self.optimizer, parameters[0], None)
         return scatter_sum([cast(torch.Tensor, p.grad) for p in parameters], self.dtype, group)
 
     def _partition(self, parameters: list[torch.nn.Parameter], shards: list[torch.Tensor]) -> None:
@@ -175,7 +174,7 @@ class Stage3Reduction(GradientReduction):
             _deepspeed.release_gradient(parameter)
             self._bucketed.discard(_deepspeed.parameter_id(parameter))
 
-    def _verify(self, device: torch.device) -> None:
+    def _verify(self) -> None:
         """Reduce-scatter known values in odd shapes; HookError if the shards are not the exact sums."""
         group = _deepspeed.data_parallel_group(self.optimizer)
         world, rank = torch.distributed.get_world_size(group), torch.distributed.get_rank(group)
@@ -185,8 +184,7 @@ class Stage3Reduction(GradientReduction):
             for n in sizes
         ]
         for size, shard in zip(sizes, scatter_sum(gradients, self.dtype, group), strict=True):
-            start = min(rank * -(-size // world), size)
-            want = [world * index + world * (world - 1) / 2 for index in range(start, start + shard.numel())]
+            want = [world * index + world * (world - 1) / 2 for index in range(*shard_range(size, world, rank))]
             if shard.tolist() != want:
                 self.remove()
                 raise HookError(

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass, fields, replace
-from typing import Any
 
 import torch
 
@@ -90,9 +89,10 @@ class AccumulationState:
                 raise CounterOverflowError(f"{name} would become {value}, expected at most 2^64-1")
         return replace(self, global_count=count, microbatches=steps)
 
-    def agreed_fields(self) -> list[tuple[str, Any]]:
-        """(name, value) of everything in which the ranks of a window must not differ."""
-        return [(field.name, getattr(self, field.name)) for field in fields(self)]
+    def agreed_fields(self) -> dict[str, int | float]:
+        """Name and value of everything in which the ranks of a window must not differ; the dtype as its bits."""
+        values = {field.name: getattr(self, field.name) for field in fields(self) if field.name != "dtype"}
+        return {"dtype (bits)": torch.finfo(self.dtype).bits, **values}
 
     def cleared(self) -> AccumulationState:
         """The state of a new window: the same precision and scale, counters at 0."""

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import hashlib
 import math
-import struct
 import sys
 from collections.abc import Callable
 from typing import Any
@@ -84,7 +83,7 @@ def _agree(
     fields = {
         "placement (hash)": digest(contract.placement),
         "used parameters (hash)": _hash("\n".join(sorted(used))),
-        **{name: _as_integer(value) for name, value in contract.state.agreed_fields()},
+        **contract.state.agreed_fields(),
     }
     device = _deepspeed.gradient_device(reduction.optimizer)
     norm = combine_moments(exchange(fields, moments.to(device), group))
@@ -95,11 +94,3 @@ def _agree(
 
 def _hash(text: str) -> int:
     return int.from_bytes(hashlib.sha256(text.encode()).digest()[:8], "big") >> 1
-
-
-def _as_integer(value: Any) -> int:
-    if isinstance(value, int):
-        return value
-    if isinstance(value, float):
-        return struct.unpack("<q", struct.pack("<d", value))[0]
-    return _hash(str(value))

@@ -5,6 +5,7 @@ Integers and float64 values travel in one int64 tensor; the floats as their bits
 
 from __future__ import annotations
 
+import struct
 from collections import Counter
 from collections.abc import Mapping
 
@@ -27,11 +28,22 @@ def join_counter(low: int, high: int) -> int:
     return low + high * LIMB
 
 
-def exchange(fields: Mapping[str, int], reals: torch.Tensor, group: dist.ProcessGroup) -> list[list[float]]:
+def as_integer(value: int | float) -> int:
+    """A number as an integer that `shown` turns back: a float by its bits."""
+    return value if isinstance(value, int) else struct.unpack("<q", struct.pack("<d", value))[0]
+
+
+def shown(sent: int | float, received: int) -> int | float:
+    """What another rank's integer means, in the kind of number that this rank sent."""
+    return received if isinstance(sent, int) else struct.unpack("<d", struct.pack("<q", received))[0]
+
+
+def exchange(fields: Mapping[str, int | float], reals: torch.Tensor, group: dist.ProcessGroup) -> list[list[float]]:
     """Compare ``fields`` over all ranks and hand every rank all ranks' ``reals``.
 
     Args:
-        fields: name -> an integer in -2^63..2^64-1 that must be the same on every rank; the same names everywhere.
+        fields: name -> an integer in -2^63..2^64-1, or a float, that must be the same on every rank; the same names and
+            kinds everywhere.
         reals: float64 [n] on the device that the group communicates from.
         group: all ranks of the window.
 
@@ -41,17 +53,18 @@ def exchange(fields: Mapping[str, int], reals: torch.Tensor, group: dist.Process
     Raises:
         RankDisagreementError: on every rank, naming the first field that differs and the rank that is alone with it.
     """
-    words = [word for value in fields.values() for word in split_counter(value)]
+    words = [word for value in fields.values() for word in split_counter(as_integer(value))]
     own = torch.cat([torch.tensor(words, dtype=torch.int64).to(reals.device), reals.view(torch.int64)])
     table = torch.empty(dist.get_world_size(group) * own.numel(), dtype=torch.int64, device=own.device)
     all_gather_single(table, own, group=group)
     rows = table.view(-1, own.numel()).cpu()
-    for index, field in enumerate(fields):
-        _require_same(field, [join_counter(*row[2 * index : 2 * index + 2]) for row in rows.tolist()])
+    for index, (field, sent) in enumerate(fields.items()):
+        values = [join_counter(*row[2 * index : 2 * index + 2]) for row in rows.tolist()]
+        _require_same(field, [shown(sent, value) for value in values])
     return rows[:, len(words) :].contiguous().view(torch.float64).tolist()
 
 
-def _require_same(field: str, values: list[int]) -> None:
+def _require_same(field: str, values: list[int | float]) -> None:
     usual, _ = Counter(values).most_common(1)[0]
     for rank, value in enumerate(values):
         if value != usual:

@@ -14,10 +14,15 @@ from ruda_ds.moe.layer import ExpertParallelMoE
 def chain_exchanges(model: torch.nn.Module) -> bool:
     """Give each forward of ``model`` a scope, and tie it to every output; whether the model has an expert layer.
 
+    Doing it again, for a second accumulator, changes nothing: nested scopes would leave one behind.
+
     A loss made of any output then runs the backward of every exchange of that forward, on every rank.
     """
     if not any(isinstance(module, ExpertParallelMoE) for module in model.modules()):
         return False
+    if getattr(model, "exchanges_are_chained", False):
+        return True
+    model.exchanges_are_chained = True  # type: ignore[assignment]
     scopes: list[CollectiveScope] = []
 
     def begin(module: torch.nn.Module, args: Any) -> None:
