@@ -6,8 +6,9 @@ internals nobody has read; `tests/test_deepspeed_names.py` fails when a new vers
 
 from __future__ import annotations
 
+import contextlib
 import inspect
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -42,6 +43,7 @@ ENGINE_METHODS = {
     "step": ["self", "lr_kwargs"],
     "set_gradient_accumulation_boundary": ["self", "is_boundary"],
     "is_gradient_accumulation_boundary": ["self"],
+    "_configure_zero_optimizer": ["self", "optimizer"],
 }
 
 
@@ -457,6 +459,56 @@ def mark_expert_parameter(
     }
     for mark, value in marks.items():
         setattr(parameter, mark, value)
+
+
+@contextlib.contextmanager
+def expert_groups_below_stage3() -> Iterator[None]:
+    """While an engine is made below ZeRO-3: let the optimizer partition experts over the ranks that hold a copy.
+
+    DeepSpeed does so for its own expert layers, which it recognises by class (``has_moe_layers``), and from optimizer
+    groups of experts alone. The engine is told so only while it makes the ZeRO optimizer: elsewhere the word means
+    that the layers are DeepSpeed's.
+    """
+    from deepspeed.runtime.engine import DeepSpeedEngine
+
+    configure = DeepSpeedEngine._configure_zero_optimizer
+
+    def configure_with_experts(engine: Any, optimizer: Any) -> Any:
+        if optimizer is not None and split_expert_groups(optimizer):
+            engine.has_moe_layers = True
+        try:
+            return configure(engine, optimizer)
+        finally:
+            engine.has_moe_layers = False
+
+    DeepSpeedEngine._configure_zero_optimizer = configure_with_experts
+    try:
+        yield
+    finally:
+        DeepSpeedEngine._configure_zero_optimizer = configure
+
+
+def split_expert_groups(optimizer: torch.optim.Optimizer) -> bool:
+    """Give marked expert parameters optimizer groups of their own, after the others; whether there are any.
+
+    A group keeps the settings of the one that it came from, and gets the two keys that DeepSpeed looks for.
+    """
+    found = False
+    for group in list(optimizer.param_groups):
+        kinds: dict[str | None, list] = {}
+        for parameter in group["params"]:
+            kinds.setdefault(None if expert_range(parameter) is None else parameter.group_name, []).append(parameter)
+        found = found or set(kinds) != {None}
+        parts: list[dict[str, Any]] = [{"params": kinds.pop(None)}] if None in kinds else []
+        parts += [{"params": experts, "moe": True, "name": name} for name, experts in kinds.items()]
+        optimizer.param_groups += [{**group, **part} for part in parts[1:]]
+        group.update(parts[0])
+    return found
+
+
+def partitions_experts(optimizer: Any) -> bool:
+    """Whether a ZeRO-1 or 2 optimizer was made with experts in groups of their own."""
+    return bool(optimizer.has_moe_layers)
 
 
 def expert_range(parameter: Any) -> tuple[int, int] | None:

@@ -235,13 +235,13 @@ def check_engine(engine: Any) -> RudaConfig:
         raise ConfigError(
             "data_types.grad_accum_dtype", str(found), "set it to fp32 in the config that the engine is made from"
         )
-    if not _deepspeed.is_stage3(optimizer) and any(
-        _deepspeed.expert_range(parameter) for parameter in engine.module.parameters()
-    ):
+    below = not _deepspeed.is_stage3(optimizer) and not _deepspeed.partitions_experts(optimizer)
+    if below and any(_deepspeed.expert_range(parameter) for parameter in engine.module.parameters()):
         raise ConfigError(
             "zero_optimization.stage",
             int(engine.zero_optimization_stage()),
-            "set it to 3: experts split over several ranks are not supported below it",
+            "set it to 3, or make the engine with ruda_ds.initialize: DeepSpeed has partitioned each rank's own "
+            "experts over all ranks",
         )
     clipping = float(engine.gradient_clipping())
     if "gradient_clipping" not in raw:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import logging
 from typing import Any
@@ -44,9 +45,31 @@ def initialize(args: Any = None, **keywords: Any) -> tuple[Any, Any, Any, Any]:
         keywords["config"] = config.complete(_deepspeed.load_config(given))
         if isinstance(model, torch.nn.Module):
             split_experts(model, config.check(keywords["config"]).experts, keywords.get("optimizer"))
-    engine, optimizer, loader, scheduler = deepspeed.initialize(args=args, **keywords)
+    with expert_partitions(keywords):
+        engine, optimizer, loader, scheduler = deepspeed.initialize(args=args, **keywords)
     attach(engine)
     return engine, optimizer, loader, scheduler
+
+
+def expert_partitions(keywords: dict[str, Any]) -> contextlib.AbstractContextManager:
+    """What must hold while DeepSpeed makes an engine from these keywords, so that ranks keep their own experts.
+
+    Raises:
+        ConfigError: below ZeRO-3, a scheduler made for an optimizer whose groups will be split.
+    """
+    model, scheduler = keywords.get("model"), keywords.get("lr_scheduler")
+    layers = model.modules() if isinstance(model, torch.nn.Module) else ()
+    split = any(isinstance(layer, ExpertParallelMoE) and layer.experts.ownership.world_size > 1 for layer in layers)
+    if not split or config.lookup(keywords.get("config") or {}, "zero_optimization.stage") == 3:
+        return contextlib.nullcontext()
+    if scheduler is not None and not callable(scheduler):
+        raise ConfigError(
+            "zero_optimization.stage",
+            config.lookup(keywords["config"], "zero_optimization.stage"),
+            "pass lr_scheduler as a callable that takes the optimizer: below stage 3 the experts get optimizer groups "
+            "of their own, which a scheduler made before would not know",
+        )
+    return _deepspeed.expert_groups_below_stage3()
 
 
 def split_experts(model: torch.nn.Module, experts: config.ExpertsConfig | None, optimizer: Any) -> None:

@@ -45,6 +45,9 @@ def test_the_replaced_methods_are_as_they_were_read():
                 "self.averaged_gradients",
                 "class GradPartitionBufferGroup",
                 "flat_partition",
+                "self.has_moe_layers",
+                "def is_moe_group",
+                "self.expert_dp_process_group[group['name']]",
             ],
         ),
         (
@@ -55,6 +58,7 @@ def test_the_replaced_methods_are_as_they_were_read():
                 "self.skipped_steps",
                 "self._unmanaged_backward_count",
                 "def was_step_applied",
+                "has_moe_layers=self.has_moe_layers",
             ],
         ),
         (

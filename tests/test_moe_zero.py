@@ -1,5 +1,6 @@
 """Expert layers inside a ZeRO engine: three optimizer steps equal one process that holds all experts."""
 
+import deepspeed
 import pytest
 import torch
 import torch.distributed as dist
@@ -102,6 +103,16 @@ def test_three_steps_equal_one_process(world, prefix, counts):
         assert max(errors) <= 1e-5, errors
 
 
+@pytest.mark.parametrize("stage", [1, 2])
+@pytest.mark.parametrize(
+    ("world", "prefix", "counts"),
+    [(2, [0, 3, 8], [4, 0]), (2, [0, 0, 8], [4, 3]), (3, [0, 4, 4, 8], [2, 3, 4]), (4, [0, 3, 8], [2, 3, 0, 4])],
+)
+def test_three_steps_below_stage_three(stage, world, prefix, counts):
+    for errors in run_ranks(train, world, prefix, stage, 2, counts, len(prefix) - 1):
+        assert max(errors) <= 1e-5, errors
+
+
 def placements():
     model = Model([0, 0, 8], dist.get_rank(), 2)
     engine, *_ = ruda_ds.initialize(
@@ -178,8 +189,6 @@ def refused():
         config = base_config(**changes)
         ruda_ds.initialize(model=model, optimizer=torch.optim.SGD(model.parameters(), lr=0.1), config=config)
 
-    with pytest.raises(ConfigError, match="set it to 3"):
-        start(zero_optimization={"stage": 2})
     with pytest.raises(ConfigError, match="ExpertOwnership"):
         start(ruda={"experts": {"ep_size": 2, "ownership": [0, 4, 8]}})
     with pytest.raises(ConfigError, match="expected 3 numbers"):
@@ -187,6 +196,17 @@ def refused():
     with pytest.raises(OwnershipError, match="does not fit 8 experts"):
         start(ruda={"experts": {"ep_size": 2, "ownership": [0, 3, 9]}})
     start(ruda={"experts": {"ep_size": 2, "ownership": [0, 3, 8]}})
+
+    model = Model([0, 3, 8], dist.get_rank(), 2)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1.0)
+    below = {"zero_optimization": {"stage": 2}}
+    with pytest.raises(ConfigError, match="lr_scheduler as a callable"):
+        ruda_ds.initialize(model=model, optimizer=optimizer, lr_scheduler=scheduler, config=base_config(**below))
+    config = base_config(**below, data_types={"grad_accum_dtype": "fp32"}, communication_data_type="fp32")
+    stock, *_ = deepspeed.initialize(model=model, optimizer=optimizer, config=config)
+    with pytest.raises(ConfigError, match="make the engine with ruda_ds.initialize"):
+        ruda_ds.attach(stock)
     return True
 
 

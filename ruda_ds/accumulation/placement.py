@@ -73,15 +73,17 @@ def live_placement(module: torch.nn.Module, optimizer: object) -> tuple[Paramete
         fragment = fragments.get(id(parameter))
         group = _deepspeed.partition_group(optimizer, parameter, fragment)
         shape, experts = tuple(_deepspeed.logical_shape(parameter)), _deepspeed.expert_range(parameter)
+        none_owned = experts is not None and experts[0] == experts[1]
+        held = fragment.held if fragment and not none_owned else (0, 0)
         found.append(
             ParameterPlacement(
                 name=name,
-                logical_shape=(0,) if experts is not None and experts[0] == experts[1] else shape,
+                logical_shape=(0,) if none_owned else shape,
                 rank=torch.distributed.get_rank(group),
                 world_size=torch.distributed.get_world_size(group),
                 dtype=parameter.dtype,
                 requires_grad=parameter.requires_grad,
-                fragment=None if stage3 else fragment.held if fragment else (0, 0),
+                fragment=None if stage3 else held,
                 experts=experts,
             )
         )

@@ -41,13 +41,14 @@ class Stage12Reduction(GradientReduction):
         sizes = _deepspeed.stage12_partition_sizes(self.optimizer)
         flat = torch.zeros(sum(sizes), dtype=dtype, device=self.device)
         self.partitions = list(flat.split(sizes))
+        lengths = {p.name: p.shard_numel for p in placement}  # of a rank's placeholder for experts: 0
         views = {}
         for parameters in _deepspeed.optimizer_groups(self.optimizer):
             for parameter in parameters:
                 fragment = self.fragments[id(parameter)]
-                start, stop = fragment.held
+                name = self.names[id(parameter)]
                 begin = max(fragment.offset - fragment.rank * fragment.partition_numel, 0)
-                views[self.names[id(parameter)]] = self.partitions[fragment.group_index][begin : begin + stop - start]
+                views[name] = self.partitions[fragment.group_index][begin : begin + lengths[name]]
         self.pending = PendingShards(flat, views)
         self.used: set[str] = set()
         hooks = _deepspeed.Stage12Hooks(guard=self.gate.admit, norm=lambda: self.terms.norm, divide=self.divide)
