@@ -37,6 +37,9 @@ class ExpertsConfig(DeepSpeedConfigModel):
     ep_size: int = Field(1, ge=1)
     # "even", or the prefix of an ExpertOwnership: ep_size + 1 numbers from 0 to the number of experts.
     ownership: Literal["even"] | list[int] = "even"
+    # Of the blocks that are replaced in a transformers model; see MoEOptions.
+    balance_loss: float = Field(0.0, ge=0)
+    z_loss: float = Field(0.0, ge=0)
 
 
 class RudaSection(DeepSpeedConfigModel):

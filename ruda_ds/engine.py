@@ -102,7 +102,8 @@ def split_experts(model: torch.nn.Module, experts: config.ExpertsConfig | None, 
 
     deepspeed.init_distributed()
     count = family.num_experts(model.config)
-    replace_moe_blocks(model, ownership_of(experts.ownership, count, experts.ep_size))
+    ownership = ownership_of(experts.ownership, count, experts.ep_size)
+    replace_moe_blocks(model, ownership, balance_loss=experts.balance_loss, z_loss=experts.z_loss)
 
 
 def attach(engine: Any) -> GradientAccumulator:

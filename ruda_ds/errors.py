@@ -93,6 +93,10 @@ class OwnershipError(RudaError, ValueError):
     """An ownership of experts, or a cube of expert weights, does not fit the experts and ranks it is for."""
 
 
+class NonFiniteError(RudaError, ValueError):
+    """A tensor that was to be checked holds NaN or Inf."""
+
+
 class ExpertProtocolError(RudaError):
     """A rank of an expert-parallel group could not take part in an exchange. Raised on every rank of the group."""
 
@@ -100,6 +104,13 @@ class ExpertProtocolError(RudaError):
         self.rank = rank
         self.reason = reason
         super().__init__(f"expert exchange: rank {rank} of the expert-parallel group: {reason}")
+
+
+class CheckpointError(RudaError):
+    """A checkpoint cannot be written, is incomplete or damaged, or belongs to another run. Raised on every rank alike.
+
+    A failed save leaves the last complete tag and ``latest`` as they were; a refused load changes nothing.
+    """
 
 
 class LaunchError(RudaError):

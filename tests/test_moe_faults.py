@@ -42,6 +42,23 @@ def test_a_wrong_input_is_named_on_every_rank(kind):
     assert "input does not fit" in found[0][1]
 
 
+def not_finite():
+    rank = dist.get_rank()
+    layer = make_layer([0, 3, 8], rank, MoEOptions(top_k=2, check_finite=True), dist.group.WORLD)
+    x = tokens([4, 3], 12, torch.float32)[rank]
+    if rank == 1:
+        x[2, 5] = float("nan")
+    try:
+        layer(x)
+    except ExpertProtocolError as error:
+        return error.rank, error.reason
+    return None
+
+
+def test_an_input_that_is_not_finite_is_named_if_asked():
+    assert run_ranks(not_finite, 2, timeout_s=LIMIT_S) == [(1, "its input holds NaN or Inf")] * 2
+
+
 class Fails(torch.nn.Module):
     """A router, or experts, that raise on rank 1."""
 

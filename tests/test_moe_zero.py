@@ -155,7 +155,7 @@ def test_a_loss_that_leaves_a_layer_out_does_not_hang():
     assert max(run_ranks(leaves_out, 2, timeout_s=60)) <= 1e-5
 
 
-def counted():
+def counted(reentrant):
     """Global counts, however the ranks and checkpointing split the forward, and the bias that follows."""
     from ruda_ds.moe import expert_layers, take_expert_counts, update_correction_biases
 
@@ -163,9 +163,10 @@ def counted():
     layer = make_layer([0, 3, 8], rank, MoEOptions(top_k=2), dist.group.WORLD, bias=torch.zeros(8))
     reference = make_layer([0, 8], 0, MoEOptions(top_k=2), alone(), bias=torch.zeros(8))
     batches_ = [torch.randn(count, 12, generator=torch.Generator().manual_seed(9)) for count in (5, 3)]
-    torch.utils.checkpoint.checkpoint(layer, batches_[rank], use_reentrant=False).sum().backward()
+    mine = batches_[rank].requires_grad_()
+    torch.utils.checkpoint.checkpoint(layer, mine, use_reentrant=reentrant).sum().backward()
     with torch.no_grad():
-        layer(batches_[rank])
+        layer(mine)
     out = reference.forward_detailed(torch.cat(batches_))
     counts = take_expert_counts(layer)
     assert counts.tolist() == [torch.bincount(out.selected_experts.flatten(), minlength=8).tolist()]
@@ -177,8 +178,9 @@ def counted():
     return layer.correction_bias.dtype == torch.float32 and layer.correction_bias.tolist() == wanted
 
 
-def test_expert_counts_are_global_and_exact_and_move_the_bias():
-    assert run_ranks(counted, 2) == [True, True]
+@pytest.mark.parametrize("reentrant", [False, True])
+def test_expert_counts_are_global_and_exact_and_move_the_bias(reentrant):
+    assert run_ranks(counted, 2, reentrant) == [True, True]
 
 
 def refused():

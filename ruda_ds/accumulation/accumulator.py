@@ -77,6 +77,9 @@ class GradientAccumulator:
         self._failure: str | None = None
         self.last_result: WindowResult | None = None
         self._binding = EngineBinding(engine, self, settings.steps_per_window)
+        for module in engine.module.modules():
+            if hasattr(module, "backward_scale"):  # an expert layer, which adds losses of its own
+                module.backward_scale = state.work_scale
 
     def _empty_state(self, dtype: torch.dtype, loss_scale: float) -> AccumulationState:
         return AccumulationState(dtype, loss_scale)

@@ -15,7 +15,7 @@ import torch
 import torch.distributed as dist
 
 from ruda_ds.comm.scope import CollectiveScope, current_scope
-from ruda_ds.errors import ExpertProtocolError, OwnershipError
+from ruda_ds.errors import ExpertProtocolError, NonFiniteError, OwnershipError
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 # tracked, dtype, width, status, then the counts.
@@ -212,6 +212,8 @@ def status_of(error: Exception) -> Status:
     """What a rank tells the others of an error."""
     if isinstance(error, torch.OutOfMemoryError | MemoryError):
         return Status.OUT_OF_MEMORY
+    if isinstance(error, NonFiniteError):
+        return Status.NOT_FINITE
     return Status.BAD_INPUT if isinstance(error, OwnershipError) else Status.FAILED
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterator
+from dataclasses import dataclass
 
 import torch
 import torch.distributed as dist
@@ -19,8 +20,8 @@ def expert_layers(model: torch.nn.Module) -> list[ExpertParallelMoE]:
 def take_expert_counts(model: torch.nn.Module, group: dist.ProcessGroup | None = None) -> torch.Tensor:
     """Rows of each expert since the last call, summed over the ranks of ``group``; the counting begins anew.
 
-    Every rank calls it, at the end of a window. Forwards under ``torch.no_grad``, in eval mode, and those that
-    activation checkpointing repeats are not counted.
+    Every rank calls it, at the end of a window. A token counts when its gradients have entered the window: forwards
+    without a backward or in eval mode do not, and those that activation checkpointing repeats count once.
 
     Returns:
         [layers, E] int64, the same on every rank.
@@ -36,6 +37,46 @@ def take_expert_counts(model: torch.nn.Module, group: dist.ProcessGroup | None =
     for layer in layers:
         layer.expert_counts.zero_()
     return counts
+
+
+@dataclass(frozen=True)
+class RouterReport:
+    """The router's losses of a window, one of each for every layer, in order; without their coefficients.
+
+    Attributes:
+        balance: E * sum over experts of rows by token * mean probability; K where the load is even.
+        z: mean over tokens of logsumexp(logits)^2.
+    """
+
+    balance: tuple[float, ...]
+    z: tuple[float, ...]
+
+
+def take_router_losses(
+    model: torch.nn.Module, counts: torch.Tensor, group: dist.ProcessGroup | None = None
+) -> RouterReport:
+    """The losses that the layers have added in the window, over the ranks of ``group``; the next window's begin.
+
+    Every rank calls it at the end of each window, if a layer has a `balance_loss`: the counts become the shares of the
+    next window. See [Note: losses from global counts] in losses.py.
+
+    Args:
+        counts: [layers, E], of `take_expert_counts` for the same window.
+        group: as for the counts.
+    """
+    layers = expert_layers(model)
+    sums = torch.stack([layer.router_sums for layer in layers])
+    dist.all_reduce(sums, group=group)
+    balance, z = [], []
+    for layer, row, of_layer in zip(layers, counts, sums, strict=True):
+        layer.router_sums.zero_()
+        tokens = max(int(row.sum()) // layer.options.top_k, 1)
+        shares = row.double() / tokens
+        if layer.expert_shares is not None and row.any():
+            layer.expert_shares.copy_(shares)
+        balance.append(len(row) * float(shares @ (of_layer[:-1] / tokens)))
+        z.append(float(of_layer[-1]) / tokens)
+    return RouterReport(tuple(balance), tuple(z))
 
 
 @contextlib.contextmanager

@@ -5,6 +5,7 @@ Letters: T tokens, K experts a token, R = T * K rows (assignments), E experts, H
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -60,12 +61,24 @@ class Gather(torch.autograd.Function):
 
 
 class Combine(torch.autograd.Function):
-    """out [T, H] = sum over k of weights [T, K] * rows[slots[:, k]], added in float32 in ascending expert order."""
+    """out [T, H] = sum over k of weights [T, K] * rows[slots[:, k]], added in float32 in ascending expert order.
+
+    ``term`` is a scalar loss that the layer adds by itself: its derivative is what ``account`` returns. ``account`` is
+    called once for each backward that uses the layer, which activation checkpointing of any kind does not repeat.
+    """
 
     @staticmethod
-    def forward(ctx: Any, rows: torch.Tensor, weights: torch.Tensor, slots: torch.Tensor) -> torch.Tensor:
+    def forward(
+        ctx: Any,
+        rows: torch.Tensor,
+        weights: torch.Tensor,
+        slots: torch.Tensor,
+        term: torch.Tensor,
+        account: Callable[[], float],
+    ) -> torch.Tensor:
         """The weighted sum, in the rows' dtype."""
         ctx.save_for_backward(rows, weights, slots)
+        ctx.account, ctx.like = account, (term.dtype, term.device)
         wide = torch.promote_types(rows.dtype, torch.float32)
         total = torch.zeros(slots.shape[0], rows.shape[1], dtype=wide, device=rows.device)
         for k, column in enumerate(slots.unbind(1)):
@@ -73,7 +86,7 @@ class Combine(torch.autograd.Function):
         return total.to(rows.dtype)
 
     @staticmethod
-    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor | None, torch.Tensor | None, None]:
+    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         """Each row's gradient is written once; a weight's is a dot product in float32 or wider."""
         rows, weights, slots = ctx.saved_tensors
         wide = torch.promote_types(rows.dtype, torch.float32)
@@ -86,7 +99,9 @@ class Combine(torch.autograd.Function):
             if weight_gradient is not None:
                 products = upstream * rows.index_select(0, column).to(wide)
                 weight_gradient[:, k] = products.sum(1).to(weights.dtype)
-        return row_gradient, weight_gradient, None
+        dtype, device = ctx.like
+        term_gradient = torch.tensor(ctx.account(), dtype=dtype, device=device)
+        return row_gradient, weight_gradient, None, term_gradient, None
 
 
 class Reorder(torch.autograd.Function):

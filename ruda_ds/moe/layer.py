@@ -5,6 +5,7 @@ Letters: T tokens, K experts a token, E experts, L experts owned here, R rows, H
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from itertools import pairwise
 from typing import Any, cast
@@ -24,9 +25,10 @@ from ruda_ds.comm.exchange import (
 )
 from ruda_ds.comm.groups import expert_groups
 from ruda_ds.comm.scope import current_scope
-from ruda_ds.errors import OwnershipError
+from ruda_ds.errors import NonFiniteError, OwnershipError
 from ruda_ds.moe.dispatch import Combine, Gather, Reorder, Spread, regroup, sort_by_expert
 from ruda_ds.moe.experts import ReceivedExperts
+from ruda_ds.moe.losses import router_losses
 from ruda_ds.moe.options import MoEOptions
 from ruda_ds.moe.router import choose
 
@@ -56,11 +58,6 @@ def _track(x: torch.Tensor) -> torch.Tensor:
     if torch.is_grad_enabled() and x.is_floating_point() and not x.requires_grad:
         return x.detach().requires_grad_()
     return x
-
-
-def is_recomputing() -> bool:
-    """Whether this forward runs inside a backward, as activation checkpointing makes it: its tokens were counted."""
-    return torch._C._current_graph_task_id() != -1
 
 
 class WideLinear(torch.nn.Linear):
@@ -102,6 +99,8 @@ class ExpertParallelMoE(torch.nn.Module):
 
     correction_bias: torch.Tensor | None
     expert_counts: torch.Tensor
+    expert_shares: torch.Tensor | None
+    router_sums: torch.Tensor
 
     def __init__(
         self,
@@ -134,6 +133,13 @@ class ExpertParallelMoE(torch.nn.Module):
         counts = torch.zeros(experts.ownership.num_experts, dtype=torch.int64)
         self.register_buffer("expert_counts", counts, persistent=False)
         self.counting = True
+        # Rows of each expert by token in the window before; see [Note: losses from global counts].
+        shares = torch.full((experts.ownership.num_experts,), self.options.top_k / experts.ownership.num_experts)
+        self.register_buffer("expert_shares", shares if self.options.balance_loss else None)
+        # Since the losses were last taken: sums over tokens of each expert's probability, and of the z-loss.
+        self.register_buffer("router_sums", torch.zeros(len(shares) + 1, dtype=torch.float64), persistent=False)
+        # By what the accumulator multiplies every loss before its backward; it sets this.
+        self.backward_scale = 1.0
         if group is not None:
             self._check_group(group)
 
@@ -159,11 +165,13 @@ class ExpertParallelMoE(torch.nn.Module):
         _deepspeed.mark_leaf_module(cast(torch.nn.Module, self.experts))
 
     def _apply(self, fn: Any, recurse: bool = True) -> ExpertParallelMoE:
-        """Moves and casts as any module, but the bias stays float32: bf16 would flip close selections."""
-        exact = self.correction_bias
+        """Moves and casts as any module, but what selections and counts rest on keeps its dtype: bf16 would flip close
+        selections."""
+        exact = {name: buffer for name, buffer in self.named_buffers(recurse=False) if buffer.is_floating_point()}
         super()._apply(fn, recurse)
-        if exact is not None and self.correction_bias is not None and self.correction_bias.dtype != torch.float32:
-            self.correction_bias = exact.to(self.correction_bias.device)
+        for name, buffer in exact.items():
+            if getattr(self, name).dtype != buffer.dtype:
+                setattr(self, name, buffer.to(getattr(self, name).device))
         return self
 
     def forward(self, x: torch.Tensor, detailed: bool = False) -> Any:
@@ -186,8 +194,6 @@ class ExpertParallelMoE(torch.nn.Module):
             raise
         header = self._exchange_headers(counts, status, owned)
         dispatch, rows, weights, logits, experts = routed
-        if self.counting and torch.is_grad_enabled() and self.training and not is_recomputing():
-            self.expert_counts += dispatch.counts
         prefix = self.experts.ownership.prefix
         sent = [sum(counts[start:stop]) for start, stop in pairwise(prefix)]
         arrived = exchange_rows(rows, sent, header.received, tracked=header.tracked, group=self.group)
@@ -197,7 +203,8 @@ class ExpertParallelMoE(torch.nn.Module):
         )
         # Each owner's block of results ends in its status, so rows stand as many places further as owners precede.
         owners = torch.bucketize(experts, self._owner_ends.to(experts.device), right=True)
-        output = Combine.apply(returned, weights, dispatch.slots + owners).view(x.shape)
+        term, account = self._accounted(logits, dispatch.counts)
+        output = Combine.apply(returned, weights, dispatch.slots + owners, term, account).view(x.shape)
         scope = current_scope()
         if scope is not None:
             scope.keep(output)
@@ -207,6 +214,26 @@ class ExpertParallelMoE(torch.nn.Module):
         """`forward`, with the router's logits and choices of the same pass."""
         return ExpertParallelMoEOutput(*self(x, detailed=True))
 
+    def _accounted(self, logits: torch.Tensor, counts: torch.Tensor) -> tuple[torch.Tensor, Callable[[], float]]:
+        """The layer's own losses of these tokens, and what is to be done once their gradients enter the window."""
+        counted, sums = self.counting and self.training, None
+        if counted and (self.options.balance_loss or self.options.z_loss):
+            shares = (
+                self.expert_shares if self.expert_shares is not None else torch.zeros_like(counts, dtype=torch.float)
+            )
+            term, sums = router_losses(logits, shares, self.options)
+        else:
+            term = logits.new_zeros(())
+
+        def account() -> float:
+            if counted:
+                self.expert_counts += counts
+            if sums is not None:
+                self.router_sums += sums
+            return self.backward_scale
+
+        return term, account
+
     def _route(self, x: torch.Tensor) -> tuple:
         hidden = self.experts.dimensions[1]
         if not isinstance(x, torch.Tensor):
@@ -215,6 +242,8 @@ class ExpertParallelMoE(torch.nn.Module):
             raise OwnershipError(
                 f"the layer's input is {tuple(x.shape)} {x.dtype}, expected [..., {hidden}] {self.experts.dtype}"
             )
+        if self.options.check_finite and not torch.isfinite(x).all():
+            raise NonFiniteError(f"the layer's input {tuple(x.shape)} holds NaN or Inf, expected finite numbers")
         flat = _track(x).reshape(-1, hidden)
         logits = self.router(flat if self.router_input_dtype is None else flat.to(self.router_input_dtype))
         experts, weights = choose(logits, self.options, self.correction_bias)

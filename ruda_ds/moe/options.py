@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from typing import Literal
 
@@ -25,6 +26,10 @@ class MoEOptions:
         selected_groups: groups that a token may choose from.
         group_top_two: group score is the sum of its two best experts, not its maximum.
         backend: of the experts' arithmetic; see ruda_ds.ops.
+        balance_loss: coefficient of the load-balancing loss, 0 for none; see losses.py. The layer adds it to the
+            gradient itself, so that it works under every kind of activation checkpointing.
+        z_loss: coefficient of the router's z-loss, 0 for none.
+        check_finite: refuse an input with NaN or Inf, on every rank, naming the one that has it. One more pass.
     """
 
     top_k: int = 2
@@ -36,6 +41,9 @@ class MoEOptions:
     selected_groups: int = 1
     group_top_two: bool = True
     backend: str = "auto"
+    balance_loss: float = 0.0
+    z_loss: float = 0.0
+    check_finite: bool = False
 
     def check(self, num_experts: int) -> None:
         """Raise OwnershipError unless these options can be met with ``num_experts`` experts."""
@@ -46,6 +54,10 @@ class MoEOptions:
                 f"selection is {self.selection!r} and scoring {self.scoring!r}, expected softmax or sigmoid_grouped, "
                 "and softmax or sigmoid"
             )
+        for name in ("balance_loss", "z_loss"):
+            value = getattr(self, name)
+            if not 0 <= value < math.inf:
+                raise OwnershipError(f"{name} is {value}, expected a finite coefficient of 0 or more")
         if self.groups < 1 or num_experts % self.groups:
             raise OwnershipError(f"{num_experts} experts do not divide into groups={self.groups}")
         if not 1 <= self.selected_groups <= self.groups:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -12,6 +13,7 @@ from ruda_ds.errors import OwnershipError
 from ruda_ds.moe.experts import ExpertParallelSwiGLUExperts
 from ruda_ds.moe.families import FAMILIES, Family
 from ruda_ds.moe.layer import ExpertParallelMoE
+from ruda_ds.moe.options import MoEOptions
 from ruda_ds.moe.ownership import ExpertOwnership
 from ruda_ds.moe.partition import ExpertPartitionContext
 
@@ -59,6 +61,8 @@ def replace_moe_blocks(
     *,
     rank: int | None = None,
     group: dist.ProcessGroup | None = None,
+    balance_loss: float = 0.0,
+    z_loss: float = 0.0,
 ) -> int:
     """Swap every MoE block of a model of a known family, in place, keeping only this rank's experts.
 
@@ -68,13 +72,14 @@ def replace_moe_blocks(
         rank: in the expert-parallel group; None: that of ``group``, else the global rank modulo the group's size, as
             DeepSpeed forms its groups.
         group: see ExpertParallelMoE.
+        balance_loss, z_loss: coefficients; see MoEOptions. They take the place of the model's own auxiliary loss.
 
     Returns:
         How many blocks were replaced.
 
     Raises:
         OwnershipError: a family that is not known, no block in the model, an ownership of another number of experts,
-            or an activation that is not SiLU.
+            an activation that is not SiLU, or the model's own auxiliary loss is on.
     """
     config: Any = getattr(model, "config", None)
     kind = getattr(config, "model_type", None)
@@ -82,10 +87,16 @@ def replace_moe_blocks(
         raise OwnershipError(f"model type is {kind!r}, expected one of {', '.join(sorted(FAMILIES))}")
     if config.hidden_act != "silu":
         raise OwnershipError(f"hidden_act of {kind} is {config.hidden_act!r}, expected 'silu': experts are SwiGLU")
+    if getattr(config, "output_router_logits", False):
+        raise OwnershipError(
+            "output_router_logits of the model is True, expected False: its own auxiliary loss would see no logits and "
+            f"be 0; pass balance_loss={getattr(config, 'router_aux_loss_coef', 0.001)} instead"
+        )
     split = ownership if isinstance(ownership, ExpertOwnership) else ExpertOwnership(ownership)
     if rank is None:
         rank = dist.get_rank(group) if group is not None else dist.get_rank() % split.world_size
     family = FAMILIES[kind]
+    options = replace(family.options(config), balance_loss=balance_loss, z_loss=z_loss)
     context, halves = ExpertPartitionContext(), _Halves()
     blocks = [
         (parent, name, child)
@@ -96,14 +107,14 @@ def replace_moe_blocks(
     if not blocks:
         raise OwnershipError(f"no {family.block} in the model, expected at least one")
     for parent, name, block in blocks:
-        setattr(parent, name, _replacement(block, family, config, split, rank, group, context, halves))
+        setattr(parent, name, _replacement(block, family, options, split, rank, group, context, halves))
     return len(blocks)
 
 
 def _replacement(
     block: Any,
     family: Family,
-    config: Any,
+    options: MoEOptions,
     ownership: ExpertOwnership,
     rank: int,
     group: dist.ProcessGroup | None,
@@ -119,7 +130,7 @@ def _replacement(
         router,
         experts,
         getattr(block.gate, family.bias) if family.bias else None,
-        family.options(config),
+        options,
         router_input_dtype=family.router_dtype,
         group=group,
     )
