@@ -47,6 +47,8 @@ class RudaSection(DeepSpeedConfigModel):
 
     accumulation: AccumulationConfig = AccumulationConfig()
     experts: ExpertsConfig | None = None
+    # Seconds within which every rank has ended after one has failed; see comm/watchdog.py.
+    timeout_s: float = Field(1800.0, gt=0)
 
 
 @dataclass(frozen=True)
@@ -59,6 +61,7 @@ class RudaConfig:
         skip_empty_window: whether a window without a token leaves the optimizer alone.
         gradient_clipping: maximum norm of the mean gradient; 0 for none. DeepSpeed's key, done by our norm.
         steps_per_window: how many ``engine.step()`` calls make a window, where those drive it.
+        timeout_s: seconds within which every rank has ended after one has failed.
     """
 
     dtype: torch.dtype
@@ -66,6 +69,7 @@ class RudaConfig:
     skip_empty_window: bool
     gradient_clipping: float
     steps_per_window: int
+    timeout_s: float = 1800.0
 
 
 @dataclass(frozen=True)
@@ -231,7 +235,8 @@ def check_engine(engine: Any) -> RudaConfig:
         ConfigError: as `check`; or its gradients are not accumulated in float32; or two loss scales contradict.
     """
     raw = _deepspeed.raw_config(engine)
-    section = check(raw).accumulation
+    whole = check(raw)
+    section = whole.accumulation
     optimizer = _deepspeed.zero_optimizer(engine)
     found = _deepspeed.gradient_dtype(optimizer)
     if found != torch.float32:
@@ -258,4 +263,5 @@ def check_engine(engine: Any) -> RudaConfig:
         skip_empty_window=section.skip_empty_window,
         gradient_clipping=clipping,
         steps_per_window=1 if caller_owns else int(engine.gradient_accumulation_steps()),
+        timeout_s=whole.timeout_s,
     )

@@ -11,6 +11,7 @@ import torch
 
 from ruda_ds import _deepspeed, config
 from ruda_ds.accumulation import GradientAccumulator
+from ruda_ds.comm.watchdog import Watchdog
 from ruda_ds.errors import ConfigError
 from ruda_ds.moe import ExpertParallelMoE, chain_exchanges, ownership_of, replace_moe_blocks
 from ruda_ds.moe.families import FAMILIES
@@ -118,6 +119,8 @@ def attach(engine: Any) -> GradientAccumulator:
     accumulator = GradientAccumulator(engine)
     chain_exchanges(engine.module)
     settings = accumulator.config
+    if torch.distributed.get_world_size() > 1:
+        Watchdog.of_this_process(settings.timeout_s)
     if engine.global_rank == 0:
         logger.info(
             "exact accumulation: ZeRO stage %d, sums in %s, loss scale %g, gradient clipping %g",

@@ -2,15 +2,17 @@
 
 import os
 import signal
-import time
+from pathlib import Path
 
 import pytest
 import torch
 import torch.distributed as dist
+from helpers import base_config
 from moe_helpers import make_layer, tokens
 
+import ruda_ds
 from ruda_ds.cli.ranks import run_ranks
-from ruda_ds.errors import ExpertProtocolError, RankFailedError
+from ruda_ds.errors import ExpertProtocolError, RankFailedError, RankLostError
 from ruda_ds.moe import MoEOptions
 
 LIMIT_S = 20
@@ -147,22 +149,67 @@ def test_inference_runs_the_same_path_and_saves_nothing():
     assert run_ranks(inference, 2, timeout_s=LIMIT_S) == [(True, False)] * 2
 
 
-def dies():
+class Dies(torch.nn.Module):
+    """Experts that end rank 1's process, by a signal or by an exception that nobody catches, in forward or backward."""
+
+    def __init__(self, inner, when, how):
+        super().__init__()
+        self.inner, self.when, self.how = inner, when, how
+        for name in ("ownership", "rank", "dimensions", "dtype"):
+            setattr(self, name, getattr(inner, name))
+
+    def leave(self, *_):
+        if dist.get_rank() != 1:
+            return
+        if self.how == "killed":
+            os.kill(os.getpid(), signal.SIGKILL)
+        os._exit(3)  # what an uncaught exception comes to
+
+    def forward(self, *arguments):
+        if self.when == "in":
+            self.leave()
+        out = self.inner(*arguments)
+        if self.when == "backward":
+            out.register_hook(self.leave)
+        return out
+
+
+def dies(folder, when, how, engine):
+    """Rank 1 of three dies; the survivors write down what they raise."""
     rank = dist.get_rank()
-    layer = layer_of(rank)
-    x = tokens([4, 3], 12, torch.float32)[rank]
-    layer(x)
-    if rank == 1:
-        os.kill(os.getpid(), signal.SIGKILL)
-    time.sleep(0.5)
-    layer(x)
+    layer = make_layer([0, 3, 4, 8], rank, MoEOptions(top_k=2), None if engine else dist.group.WORLD)
+    layer.experts = Dies(layer.experts, when, how)
+    x = tokens([4, 3, 2], 12, torch.float32)[rank]
+    call, backward = layer, lambda loss: loss.backward()
+    if engine:
+        made, *_ = ruda_ds.initialize(
+            model=layer, optimizer=torch.optim.SGD(layer.parameters(), lr=0.1), config=base_config()
+        )
+        call, backward = made, lambda loss: (made.accumulator.backward_sum(loss, 3), made.accumulator.step())
+    if when == "before":
+        layer.experts.leave()
+    try:
+        out = call(x)
+        if when == "after":
+            layer.experts.leave()
+        backward(out.pow(2).sum())
+        said = "nothing"
+    except RankLostError as error:
+        said = f"lost {error.ranks}"
+    except Exception as error:
+        said = f"{type(error).__name__}: {error}"
+    (Path(folder) / str(rank)).write_text(said)
 
 
-def test_a_killed_rank_ends_the_others():
-    began = time.monotonic()
-    with pytest.raises(RankFailedError, match=r"exit code -9|ExpertProtocolError"):
-        run_ranks(dies, 2, timeout_s=LIMIT_S)
-    assert time.monotonic() - began < LIMIT_S
+@pytest.mark.parametrize("engine", [False, True], ids=["plain group", "ZeRO-3 engine"])
+@pytest.mark.parametrize(
+    ("when", "how"),
+    [("before", "killed"), ("in", "killed"), ("in", "raises"), ("after", "raises"), ("backward", "killed")],
+)
+def test_a_rank_that_dies_is_named_by_every_survivor(tmp_path, when, how, engine):
+    with pytest.raises(RankFailedError, match="rank 1 of 3 failed"):
+        run_ranks(dies, 3, tmp_path, when, how, engine, timeout_s=LIMIT_S, grace_s=LIMIT_S)
+    assert {path.name: path.read_text() for path in tmp_path.iterdir()} == {"0": "lost [1]", "2": "lost [1]"}
 
 
 def checkpointed(kind):

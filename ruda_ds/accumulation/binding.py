@@ -10,6 +10,7 @@ from ruda_ds import _deepspeed
 from ruda_ds.accumulation.checks import check_loss
 from ruda_ds.accumulation.contract import WindowResult
 from ruda_ds.accumulation.style import StyleTracker
+from ruda_ds.comm.lost import naming_lost_ranks
 from ruda_ds.errors import CountError
 
 if TYPE_CHECKING:
@@ -17,7 +18,7 @@ if TYPE_CHECKING:
 
 
 class EngineBinding:
-    """Shadows four methods of one engine, and keeps DeepSpeed's own for the accumulator to call.
+    """Shadows five methods of one engine, and keeps DeepSpeed's own for the accumulator to call.
 
     Args:
         engine: the engine; ``engine.accumulator`` is set.
@@ -28,10 +29,11 @@ class EngineBinding:
     def __init__(self, engine: Any, accumulator: GradientAccumulator, steps_per_window: int) -> None:
         self._engine = engine
         self._accumulator = accumulator
-        self._own_backward, self._own_step = engine.backward, engine.step
+        self._own_forward, self._own_backward, self._own_step = engine.forward, engine.backward, engine.step
         self.tracker = StyleTracker(steps_per_window)
         self.next_count: int | None = None
         shadows = {
+            "forward": self.forward,
             "backward": self.backward,
             "step": self.step,
             "set_gradient_accumulation_boundary": self.tracker.announce,
@@ -43,11 +45,18 @@ class EngineBinding:
 
     def engine_backward(self, loss: torch.Tensor, retain_graph: bool) -> None:
         """DeepSpeed's backward, dividing by nothing."""
-        self._own_backward(loss, retain_graph=retain_graph, scale_wrt_gas=False)
+        with naming_lost_ranks(None, "a backward"):
+            self._own_backward(loss, retain_graph=retain_graph, scale_wrt_gas=False)
 
     def engine_step(self, lr_kwargs: dict | None) -> None:
         """DeepSpeed's step, always a boundary."""
-        self._own_step(lr_kwargs)
+        with naming_lost_ranks(None, "a step"):
+            self._own_step(lr_kwargs)
+
+    def forward(self, *inputs: Any, **keywords: Any) -> Any:
+        """``engine.forward``, whose gathers of parameters break when a rank is lost."""
+        with naming_lost_ranks(None, "a forward"):
+            return self._own_forward(*inputs, **keywords)
 
     def backward(self, loss: Any, retain_graph: bool = False, scale_wrt_gas: bool = True) -> torch.Tensor:
         """``engine.backward``: ``loss`` is a SUM over the tokens that ``count`` announced.

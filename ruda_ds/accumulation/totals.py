@@ -45,7 +45,7 @@ class PendingTotals:
         weight: float,
         group: dist.ProcessGroup,
     ) -> None:
-        self._global_count = global_count
+        self._global_count, self._group = global_count, group
         self.bound = global_count if global_count is not None else dist.get_world_size(group) * MAX_LOCAL_COUNT
         host = torch.tensor([*split_counter(local_count or 0), weight], dtype=torch.float64)
         host = host.to(loss.device, non_blocking=True)
@@ -54,7 +54,8 @@ class PendingTotals:
 
     def read(self) -> MicrobatchTotals:
         """Wait for the sums."""
-        self._handle.wait()
+        with naming_lost_ranks(self._group, "the sum of a micro-batch's counts"):
+            self._handle.wait()
         low, high, weight, loss = self._sums.tolist()
         count = self._global_count if self._global_count is not None else join_counter(int(low), int(high))
         return MicrobatchTotals(count, loss, weight)

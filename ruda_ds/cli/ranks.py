@@ -42,6 +42,7 @@ def run_ranks(
     *args: Any,
     timeout_s: float = 120.0,
     environ: Mapping[str, str] | None = None,
+    grace_s: float = GRACE_S,
 ) -> list[Any]:
     """Call ``function(*args)`` on each of ``world_size`` ranks, inside an initialised process group.
 
@@ -50,6 +51,7 @@ def run_ranks(
         world_size: number of processes.
         timeout_s: for the whole run.
         environ: additional environment variables of the ranks.
+        grace_s: after one rank has failed, the others have this long to end by themselves.
 
     Returns:
         The results, by rank.
@@ -73,7 +75,7 @@ def run_ranks(
             processes.append(process)
             pipes.append(ours)
         try:
-            return _collect(processes, pipes, timeout_s)
+            return _collect(processes, pipes, timeout_s, grace_s)
         finally:
             for process in processes:
                 if process.is_alive():
@@ -81,7 +83,7 @@ def run_ranks(
                 process.join()
 
 
-def _collect(processes: list[Any], pipes: list[Connection], timeout_s: float) -> list[Any]:
+def _collect(processes: list[Any], pipes: list[Connection], timeout_s: float, grace_s: float) -> list[Any]:
     results: dict[int, Any] = {}
     failures: dict[int, str] = {}
     deadline = time.monotonic() + timeout_s
@@ -96,7 +98,7 @@ def _collect(processes: list[Any], pipes: list[Connection], timeout_s: float) ->
                 succeeded, value = False, f"the process ended without a result, exit code {processes[rank].exitcode}"
             (results if succeeded else failures)[rank] = value
             if not succeeded:
-                deadline = min(deadline, time.monotonic() + GRACE_S)
+                deadline = min(deadline, time.monotonic() + grace_s)
     if failures:
         first, *others = failures.items()
         later = "".join(f"\n[rank {rank} afterwards: {text.strip().splitlines()[-1]}]" for rank, text in others)

@@ -13,6 +13,7 @@ import torch
 import torch.distributed as dist
 
 from ruda_ds.comm.collectives import all_gather_single
+from ruda_ds.comm.lost import naming_lost_ranks
 from ruda_ds.errors import RankDisagreementError
 
 LIMB = 2**32
@@ -56,7 +57,8 @@ def exchange(fields: Mapping[str, int | float], reals: torch.Tensor, group: dist
     words = [word for value in fields.values() for word in split_counter(as_integer(value))]
     own = torch.cat([torch.tensor(words, dtype=torch.int64).to(reals.device), reals.view(torch.int64)])
     table = torch.empty(dist.get_world_size(group) * own.numel(), dtype=torch.int64, device=own.device)
-    all_gather_single(table, own, group=group)
+    with naming_lost_ranks(group, "the agreement before a step"):
+        all_gather_single(table, own, group=group)
     rows = table.view(-1, own.numel()).cpu()
     for index, (field, sent) in enumerate(fields.items()):
         values = [join_counter(*row[2 * index : 2 * index + 2]) for row in rows.tolist()]

@@ -14,6 +14,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from ruda_ds.comm.lost import naming_lost_ranks
 from ruda_ds.comm.scope import CollectiveScope, current_scope
 from ruda_ds.errors import ExpertProtocolError, NonFiniteError, OwnershipError
 
@@ -96,7 +97,8 @@ def exchange_headers(
     sent = torch.tensor(words, dtype=torch.int64).to(device)
     incoming = owned[rank] + FIXED_FIELDS
     received = torch.empty(world * incoming, dtype=torch.int64, device=device)
-    dist.all_to_all_single(received, sent, [incoming] * world, [n + FIXED_FIELDS for n in owned], group=group)
+    with naming_lost_ranks(group, "the header of an expert exchange"):
+        dist.all_to_all_single(received, sent, [incoming] * world, [n + FIXED_FIELDS for n in owned], group=group)
     rows = received.view(world, incoming).tolist()
     for peer, (_, _, _, state, *_) in enumerate(rows):
         if state != Status.READY:
@@ -141,7 +143,8 @@ def _move(rows: torch.Tensor, sent: list[int], received: list[int], group: dist.
     if dist.get_world_size(group) == 1:
         return rows.clone()
     out = rows.new_empty(sum(received), rows.shape[1])
-    dist.all_to_all_single(out, rows.contiguous(), received, sent, group=group)
+    with naming_lost_ranks(group, "an expert exchange"):
+        dist.all_to_all_single(out, rows.contiguous(), received, sent, group=group)
     return out
 
 

@@ -1,0 +1,88 @@
+"""Which ranks are gone, when a collective breaks: a roll call over the rendezvous store.
+
+gloo and NCCL say that a connection closed, and give an address; who it was, they do not know. Every survivor writes its
+name (its watchdog does so for one that waits elsewhere) and reads those of the others; who does not answer is lost.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import time
+from collections.abc import Iterator
+from datetime import timedelta
+
+import torch.distributed as dist
+
+from ruda_ds.comm.phase import PHASES
+from ruda_ds.errors import RankLostError
+
+# Longer than a watchdog's interval, since one that waits elsewhere answers through it.
+ROLL_CALL_S = 3.0
+ROLL_CALL, ALIVE, FAILED = "ruda/roll_call", "ruda/alive/", "ruda/failed"
+SIGNS = ("gloo", "Connection closed", "Connection reset", "Connection refused", "Broken pipe", "NCCL", "Socket")
+
+
+def is_lost_connection(error: BaseException) -> bool:
+    """Whether an error of a collective says that another rank is gone, and not that this one called it wrongly."""
+    if isinstance(error, dist.DistBackendError | dist.DistNetworkError):
+        return True
+    return type(error) is RuntimeError and any(sign in str(error) for sign in SIGNS)
+
+
+def rendezvous_store(limit_s: float) -> dist.Store:
+    """A connection of one's own to the store of the job, whose calls end after ``limit_s`` seconds."""
+    store = dist.distributed_c10d._get_default_store().clone()
+    store.set_timeout(timedelta(seconds=limit_s))
+    return store
+
+
+def lost_ranks(group: dist.ProcessGroup, phase: str, limit_s: float = ROLL_CALL_S) -> tuple[list[int], str | None]:
+    """Global ranks of ``group`` that do not answer, and what a rank has said of its failure. For a broken group.
+
+    Args:
+        group: whose collective has failed on this rank.
+        phase: in which this rank was.
+        limit_s: how long the others may take to answer.
+
+    Returns:
+        (ascending ranks; rank 0 alone if the store cannot be reached, since rank 0 keeps it; empty if all answer,
+        the text that `announce_failure` left, or None).
+    """
+    missing = dist.get_process_group_ranks(group)
+    deadline = time.monotonic() + limit_s
+    try:
+        store = rendezvous_store(limit_s)
+        store.set(f"{ALIVE}{dist.get_rank()}", "")
+        store.set(ROLL_CALL, "")
+        while missing and time.monotonic() < deadline:
+            missing = [rank for rank in missing if not store.check([f"{ALIVE}{rank}"])]
+            time.sleep(0.02 if missing else 0)
+        said = store.get(FAILED).decode() if store.check([FAILED]) else None
+        if missing and said is None:
+            said = announce_failure(store, f"ranks {missing} are gone, as rank {dist.get_rank()} found in {phase}")
+    except (RuntimeError, dist.DistError):
+        return [0], None
+    return missing, said
+
+
+def announce_failure(store: dist.Store, text: str) -> str:
+    """Leave word of a failure for all ranks; the first word stays. Returns the word that stands."""
+    return store.compare_set(FAILED, "", text).decode() or text
+
+
+@contextlib.contextmanager
+def naming_lost_ranks(group: dist.ProcessGroup | None, phase: str) -> Iterator[None]:
+    """Around code with collectives of ``group``: a broken connection becomes a RankLostError on every survivor.
+
+    Args:
+        group: None: all ranks.
+        phase: what this rank is doing, for this message and for the watchdog's.
+    """
+    try:
+        with PHASES.within(phase):
+            yield
+    except RuntimeError as error:
+        if not is_lost_connection(error):
+            raise
+        missing, said = lost_ranks(group if group is not None else dist.group.WORLD, phase)
+        raise RankLostError(missing, phase, said or str(error)) from error

@@ -1,0 +1,45 @@
+"""What this process is doing, in words that a report of a failure can use."""
+
+from __future__ import annotations
+
+import contextlib
+import time
+from collections.abc import Iterator
+from typing import Any
+
+OWN_CODE = "its own code"
+
+
+class PhaseRecord:
+    """The phase that the training thread stands in; other threads read it.
+
+    Attributes:
+        name: "an expert exchange", "a backward", ..., or OWN_CODE between them.
+        number: phases entered so far; ranks that do the same count alike.
+        since: monotonic seconds at which the phase began.
+        last_error: what left a phase first, with the phase; None if nothing did.
+        watchdog: of this process; see watchdog.py.
+    """
+
+    def __init__(self) -> None:
+        self.name, self.number, self.since = OWN_CODE, 0, time.monotonic()
+        self.last_error: str | None = None
+        self.watchdog: Any = None
+
+    @contextlib.contextmanager
+    def within(self, name: str) -> Iterator[None]:
+        """Stand in a phase, inside of another or not."""
+        outer = self.name
+        self.name, self.number, self.since = name, self.number + 1, time.monotonic()
+        try:
+            yield
+        except BaseException as error:
+            if self.last_error is None:
+                self.last_error = f"{type(error).__name__} in {name}: {str(error).strip()[:300]}"
+            raise
+        finally:
+            self.name, self.since = outer, time.monotonic()
+
+
+# One process trains in one thread: its phase is a fact of the process, like its rank.
+PHASES = PhaseRecord()
