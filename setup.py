@@ -1,12 +1,33 @@
-"""Installation of ruda_ds. Imports neither torch nor deepspeed: pip runs this file before they are there."""
+"""Installation of ruda_ds. Imports neither torch nor deepspeed: pip runs this file before they are there.
 
+RUDA_BUILD_OPS=1 pip install --no-build-isolation . compiles the operators too, instead of at their first use; only
+then are torch and deepspeed imported, and have to be installed before.
+"""
+
+import os
 import re
+import sys
 from pathlib import Path
 
 from setuptools import find_packages, setup
 
 ROOT = Path(__file__).parent
 VERSION = re.search(r'__version__ = "([^"]+)"', (ROOT / "ruda_ds" / "__init__.py").read_text()).group(1)
+
+
+def operators() -> dict:
+    """What setup() needs to compile the operators now; nothing unless RUDA_BUILD_OPS=1."""
+    if os.environ.get("RUDA_BUILD_OPS", "0") != "1":
+        return {}
+    sys.path.insert(0, str(ROOT))
+    try:
+        from ruda_ds.ops.build_ahead import extensions
+    except ImportError as error:
+        raise SystemExit(
+            f"RUDA_BUILD_OPS=1 needs torch and deepspeed beforehand, and pip install --no-build-isolation: {error}"
+        ) from error
+    return extensions(ROOT)
+
 
 setup(
     name="ruda_ds",
@@ -17,7 +38,10 @@ setup(
     license="Apache-2.0",
     python_requires=">=3.10",
     packages=find_packages(include=["ruda_ds", "ruda_ds.*"]),
-    package_data={"ruda_ds": ["py.typed"]},
+    package_data={
+        "ruda_ds": ["py.typed"],
+        "ruda_ds.ops": ["csrc/*.cpp", "csrc/*/*.h", "csrc/*/*.cpp", "csrc/*/*.cu", "csrc/*/*.cuh", "_ruda_*.json"],
+    },
     install_requires=[
         # The private names of ruda_ds/_deepspeed.py are those of this line.
         "deepspeed>=0.19.8,<0.20",
@@ -41,4 +65,5 @@ setup(
         "Programming Language :: Python :: 3",
         "Topic :: Scientific/Engineering :: Artificial Intelligence",
     ],
+    **operators(),
 )

@@ -127,12 +127,11 @@ class RankLostError(RudaError):
     The process groups are broken; the job must end and resume from its last checkpoint.
     """
 
-    def __init__(self, ranks: list[int], phase: str, cause: str) -> None:
+    def __init__(self, ranks: list[int], phase: str, word: str) -> None:
         self.ranks = ranks
         self.phase = phase
         who = f"rank {ranks[0]} is" if len(ranks) == 1 else f"ranks {ranks} are" if ranks else "another rank is"
-        detail = "" if ranks else "; all have answered since, so a connection broke or a rank left the collective"
         super().__init__(
-            f"{who} gone (killed, ended or cut off) while this rank was in {phase}{detail}. Its own output says why; "
-            f"end the job and resume from the last checkpoint. [{cause.splitlines()[0][:160] if cause else 'no detail'}]"
+            f"{who} gone (killed, ended or cut off) while this rank was in {phase}: {word}. End the job and resume from "
+            "the last checkpoint"
         )

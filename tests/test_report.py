@@ -1,6 +1,7 @@
 """ruda-report: run as a command, and what it finds in configs."""
 
 import json
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -9,6 +10,7 @@ import pytest
 
 from ruda_ds import _deepspeed
 from ruda_ds.cli import report
+from ruda_ds.ops import build_lock
 
 ROOT = Path(__file__).resolve().parent.parent
 ZERO3 = {"zero_optimization": {"stage": 3}}
@@ -42,6 +44,7 @@ def test_the_command_prints_one_json_object():
     assert found["config"]["loss scale"] == "128"
     assert found["config"]["model dtype"] == "float16"
     assert "data_types.grad_accum_dtype" in found["config"]["filled in"]
+    assert set(found["fused experts"]) == {"for", "built ahead of time", "built at first use", "can be built here"}
 
 
 def test_the_command_shows_every_refused_setting_and_the_operators(tmp_path):
@@ -51,6 +54,10 @@ def test_the_command_shows_every_refused_setting_and_the_operators(tmp_path):
     assert done.returncode == 1
     for word in ("zero_optimization.zenflow", "remove it", "prescale_gradients", "op name", "DeepSpeed version"):
         assert word in done.stdout
+    (line,) = [line for line in done.stdout.splitlines() if line.startswith("ruda_fused_experts")]
+    found = report.compiled_experts()
+    assert ("[YES]" in line) == found["built ahead of time"].endswith(".so")
+    assert line.endswith("[OKAY]" if found["can be built here"] == "yes" else "[NO]")
     assert "\x1b" not in done.stdout
 
 
@@ -145,3 +152,18 @@ def test_a_lock_left_by_a_killed_build_is_shown(monkeypatch, tmp_path):
     (tmp_path / "fused_adam").mkdir()
     (tmp_path / "fused_adam" / "lock").touch()
     assert "fused_adam/lock" in report.machine()["locked builds"]
+
+
+def test_a_lock_of_ours_names_its_owner(monkeypatch, tmp_path):
+    monkeypatch.setenv("TORCH_EXTENSIONS_DIR", str(tmp_path))
+    (tmp_path / "ruda_fused_experts_0123456789.lock").write_text(build_lock.owner_text())
+    assert f"held by process {os.getpid()} on" in report.machine()["locked builds"]
+
+
+def test_the_state_of_the_compiled_experts_is_shown_without_a_build(monkeypatch, tmp_path):
+    monkeypatch.setenv("TORCH_EXTENSIONS_DIR", str(tmp_path))
+    found = report.compiled_experts()
+    assert found["built at first use"] == "not used: it has not been built yet"
+    monkeypatch.setenv("CXX", str(tmp_path / "absent"))
+    assert report.compiled_experts()["can be built here"].startswith("no: no C++ compiler")
+    assert not list(tmp_path.rglob("*.so"))

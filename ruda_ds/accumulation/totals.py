@@ -8,6 +8,7 @@ import torch
 import torch.distributed as dist
 
 from ruda_ds.comm.agreement import join_counter, split_counter
+from ruda_ds.comm.lost import naming_lost_ranks
 
 # The most tokens that one rank may count in one micro-batch. It bounds what an unread sum can hold, so that an
 # overflow of the window's counter is seen before a backward and not after it.

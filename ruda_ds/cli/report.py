@@ -71,16 +71,45 @@ def machine() -> dict[str, str]:
 
 
 def build_locks() -> list[Path]:
-    """Locks in torch's folder of compiled extensions: a killed build leaves one, and every later load waits for it."""
+    """Locks in torch's folder of compiled extensions: torch's own ("lock"), and ours (beside the folder)."""
     from torch.utils.cpp_extension import get_default_build_root
 
     root = Path(os.environ.get("TORCH_EXTENSIONS_DIR") or get_default_build_root())
-    return sorted(root.rglob("lock"))
+    return sorted([*root.rglob("lock"), *root.rglob("ruda_*.lock")])
 
 
 def lock_advice(lock: Path) -> str:
     """What a user is to do about a lock."""
+    from ruda_ds.ops import build_lock
+
+    if lock.suffix == ".lock":
+        owner = build_lock.read_owner(lock) or {}
+        return f"{lock} is held by {build_lock.describe(owner)}; the next load removes it if that is gone"
     return f"{lock} holds up every load of this operator: delete it unless a build is running"
+
+
+def compiled_experts() -> dict[str, str]:
+    """The compiled fused experts on this machine: which binaries there are, and what a build lacks.
+
+    Builds nothing and loads nothing.
+    """
+    from ruda_ds.ops.build_tools import BuildError
+    from ruda_ds.ops.builder import FusedExpertsBuilder
+
+    builder = FusedExpertsBuilder()
+    try:
+        ahead, ahead_reason = builder.ahead_of_time()
+        cached, cached_reason = builder.cached()
+        problem = builder.problem()
+    except (BuildError, OSError) as error:
+        return {builder.NAME: f"cannot be built: {error}"}
+    built = "none" if ahead is None else f"{ahead}" if ahead_reason is None else f"not used: {ahead_reason}"
+    return {
+        "for": "CUDA and CPU" if builder.with_cuda else "CPU",
+        "built ahead of time": built,
+        "built at first use": str(cached) if cached_reason is None else f"not used: {cached_reason}",
+        "can be built here": "yes" if problem is None else f"no: {problem}",
+    }
 
 
 def support() -> dict[str, str]:
@@ -196,9 +225,15 @@ def _additions(given: Any, completed: Mapping[str, Any], prefix: str = "") -> It
 
 
 def operators() -> str:
-    """DeepSpeed's own table of compiled operators, without its colours where nobody sees them."""
+    """DeepSpeed's own table of compiled operators with ours in it, without its colours where nobody sees them."""
     from deepspeed import env_report
+    from deepspeed.ops.op_builder.all_ops import ALL_OPS
 
+    from ruda_ds.ops.builder import FusedExpertsBuilder
+
+    builder = FusedExpertsBuilder()
+    ALL_OPS[builder.NAME] = builder
+    env_report.installed_ops[builder.NAME] = compiled_experts().get("built ahead of time", "").endswith(".so")
     text = io.StringIO()
     with contextlib.redirect_stdout(text):
         env_report.op_report(verbose=False)
@@ -219,7 +254,7 @@ def main(arguments: list[str] | None = None) -> int:
     args = parser.parse_args(arguments)
     report: dict[str, Any] = {"versions": versions()}
     with deepspeed_notes_aside():
-        report |= {"machine": machine(), "support": support()}
+        report |= {"machine": machine(), "support": support(), "fused experts": compiled_experts()}
         if args.deepspeed_config:
             report["config"], refused = config_findings(args.deepspeed_config)
             report["refused"] = refused

@@ -13,14 +13,17 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch.profiler import record_function
 
 from ruda_ds.comm.lost import naming_lost_ranks
 from ruda_ds.comm.scope import CollectiveScope, current_scope
 from ruda_ds.errors import ExpertProtocolError, NonFiniteError, OwnershipError
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
-# tracked, dtype, width, status, then the counts.
-FIXED_FIELDS = 4
+# tracked, dtype, width, status, place; then the counts.
+FIXED_FIELDS = 5
+# A place is (layer, how often it was called), in one integer.
+CALLS = 1 << 40
 
 
 class Status(IntEnum):
@@ -46,10 +49,12 @@ class Header:
     """What one header exchange told this rank.
 
     Attributes:
+        own_counts: [E] rows that this rank sends to each expert.
         counts: [P][L] rows of each owned expert that come from each rank.
         tracked: whether the ranks track gradients; all do or none does.
     """
 
+    own_counts: list[int]
     counts: list[list[int]]
     tracked: bool
 
@@ -60,54 +65,66 @@ class Header:
 
 
 def exchange_headers(
-    counts: Sequence[int],
+    counts: torch.Tensor,
     owned: Sequence[int],
     *,
     tracked: bool,
     dtype: torch.dtype,
     width: int,
     status: Status,
+    place: tuple[int, int],
     group: dist.ProcessGroup,
-    device: torch.device,
 ) -> Header:
     """Tell every owner what comes, and hear it from every rank. The one host synchronisation of a layer's forward.
 
     Args:
-        counts: [E] rows for each expert, in order; zeros if ``status`` is not READY.
+        counts: [E] int64 rows for each expert, in order, on the device that the group communicates from; zeros if
+            ``status`` is not READY.
         owned: [P] experts owned by each rank.
         tracked: whether this rank's rows are tracked by autograd. Every rank must answer alike: one that does not track
             would not enter the inverse exchange.
         dtype: of the rows.
         width: H.
         status: of this rank.
+        place: (number of the layer in the model, calls of it before this one): ranks that stand in different exchanges
+            are told apart by it, which would otherwise be mixed without a word where shapes agree.
         group: the expert-parallel ranks.
-        device: on which the group communicates.
 
     Raises:
-        ExpertProtocolError: on every rank alike, if any rank is not READY or ranks disagree on dtype, width or
-            tracking; no payload has moved.
+        ExpertProtocolError: on every rank alike, if any rank is not READY or ranks disagree on dtype, width, tracking
+            or place; no payload has moved.
     """
     rank, world = dist.get_rank(group), dist.get_world_size(group)
-    own = [int(tracked), DTYPES.index(dtype), width, int(status)]
-    words: list[int] = []
-    start = 0
-    for number in owned:
-        words += [*own, *counts[start : start + number]]
-        start += number
-    sent = torch.tensor(words, dtype=torch.int64).to(device)
+    own = [int(tracked), DTYPES.index(dtype), width, int(status), place[0] * CALLS + place[1] % CALLS]
+    fields = torch.tensor(own, dtype=torch.int64).to(counts.device)
+    sent = torch.cat([piece for own_counts in counts.split(list(owned)) for piece in (fields, own_counts)])
     incoming = owned[rank] + FIXED_FIELDS
-    received = torch.empty(world * incoming, dtype=torch.int64, device=device)
+    received = torch.empty(world * incoming, dtype=torch.int64, device=counts.device)
     with naming_lost_ranks(group, "the header of an expert exchange"):
         dist.all_to_all_single(received, sent, [incoming] * world, [n + FIXED_FIELDS for n in owned], group=group)
-    rows = received.view(world, incoming).tolist()
+    on_host = torch.cat([counts, received]).tolist()
+    own_counts = on_host[: len(counts)]
+    rows = [on_host[begin : begin + incoming] for begin in range(len(counts), len(on_host), incoming)]
+    _require_ready(rows)
+    return Header(own_counts=own_counts, counts=[row[FIXED_FIELDS:] for row in rows], tracked=bool(rows[0][0]))
+
+
+def _require_ready(rows: list[list[int]]) -> None:
+    """Raise ExpertProtocolError unless the headers of all ranks fit each other; the same on every rank."""
     for peer, (_, _, _, state, *_) in enumerate(rows):
         if state != Status.READY:
             raise ExpertProtocolError(peer, REASONS[Status(state)])
-    for peer, (_, kind, peer_width, *_) in enumerate(rows):
-        if (kind, peer_width) != (rows[0][1], rows[0][2]):
+    for peer, row in enumerate(rows):
+        if row[4] != rows[0][4]:
+            (layer, call), (first_layer, first_call) = divmod(row[4], CALLS), divmod(rows[0][4], CALLS)
             raise ExpertProtocolError(
                 peer,
-                f"it sends {DTYPES[kind]} rows of width {peer_width}, rank 0 sends {DTYPES[rows[0][1]]} rows of width "
+                f"it stands in expert layer {layer}, call {call}; rank 0 in layer {first_layer}, call {first_call}",
+            )
+        if row[1:3] != rows[0][1:3]:
+            raise ExpertProtocolError(
+                peer,
+                f"it sends {DTYPES[row[1]]} rows of width {row[2]}, rank 0 sends {DTYPES[rows[0][1]]} rows of width "
                 f"{rows[0][2]}",
             )
     tracks = [bool(row[0]) for row in rows]
@@ -115,7 +132,6 @@ def exchange_headers(
         raise ExpertProtocolError(
             tracks.index(False), f"it runs without gradients (torch.no_grad), rank {tracks.index(True)} with them"
         )
-    return Header(counts=[row[FIXED_FIELDS:] for row in rows], tracked=all(tracks))
 
 
 class _AllToAll(torch.autograd.Function):
@@ -136,7 +152,8 @@ class _AllToAll(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, gradient: torch.Tensor, token: torch.Tensor) -> tuple:
-        return _move(gradient, ctx.received, ctx.sent, ctx.group), token, None, None, None
+        with record_function("ruda.backward.exchange"):
+            return _move(gradient, ctx.received, ctx.sent, ctx.group), token, None, None, None
 
 
 def _move(rows: torch.Tensor, sent: list[int], received: list[int], group: dist.ProcessGroup) -> torch.Tensor:

@@ -7,9 +7,12 @@ name (its watchdog does so for one that waits elsewhere) and reads those of the 
 from __future__ import annotations
 
 import contextlib
+import json
 import time
 from collections.abc import Iterator
+from dataclasses import dataclass
 from datetime import timedelta
+from typing import Any, cast
 
 import torch.distributed as dist
 
@@ -31,13 +34,37 @@ def is_lost_connection(error: BaseException) -> bool:
 
 def rendezvous_store(limit_s: float) -> dist.Store:
     """A connection of one's own to the store of the job, whose calls end after ``limit_s`` seconds."""
-    store = dist.distributed_c10d._get_default_store().clone()
+    store: Any = dist.distributed_c10d._get_default_store().clone()  # type: ignore[attr-defined]
     store.set_timeout(timedelta(seconds=limit_s))
     return store
 
 
-def lost_ranks(group: dist.ProcessGroup, phase: str, limit_s: float = ROLL_CALL_S) -> tuple[list[int], str | None]:
-    """Global ranks of ``group`` that do not answer, and what a rank has said of its failure. For a broken group.
+@dataclass(frozen=True)
+class Word:
+    """What one rank leaves for all about a failure.
+
+    Attributes:
+        ranks: global ranks that have failed.
+        text: for people.
+    """
+
+    ranks: list[int]
+    text: str
+
+
+def announce_failure(store: dist.Store, ranks: list[int], text: str) -> Word:
+    """Leave word of a failure for all ranks; the first word stays. Returns the word that stands."""
+    standing = store.compare_set(FAILED, "", json.dumps({"ranks": ranks, "text": text}))
+    return Word(**json.loads(standing))
+
+
+def word_of_failure(store: dist.Store) -> Word | None:
+    """The word that `announce_failure` left, if any."""
+    return Word(**json.loads(store.get(FAILED))) if store.check([FAILED]) else None
+
+
+def lost_ranks(group: dist.ProcessGroup, phase: str, limit_s: float = ROLL_CALL_S) -> Word:
+    """Who of ``group`` is gone: as a word of failure says, or who does not answer a roll call. For a broken group.
 
     Args:
         group: whose collective has failed on this rank.
@@ -45,8 +72,7 @@ def lost_ranks(group: dist.ProcessGroup, phase: str, limit_s: float = ROLL_CALL_
         limit_s: how long the others may take to answer.
 
     Returns:
-        (ascending ranks; rank 0 alone if the store cannot be reached, since rank 0 keeps it; empty if all answer,
-        the text that `announce_failure` left, or None).
+        The word that stands; rank 0 alone if the store cannot be reached, since rank 0 keeps it; no rank if all answer.
     """
     missing = dist.get_process_group_ranks(group)
     deadline = time.monotonic() + limit_s
@@ -55,19 +81,18 @@ def lost_ranks(group: dist.ProcessGroup, phase: str, limit_s: float = ROLL_CALL_
         store.set(f"{ALIVE}{dist.get_rank()}", "")
         store.set(ROLL_CALL, "")
         while missing and time.monotonic() < deadline:
+            word = word_of_failure(store)
+            if word is not None:
+                return word
             missing = [rank for rank in missing if not store.check([f"{ALIVE}{rank}"])]
             time.sleep(0.02 if missing else 0)
-        said = store.get(FAILED).decode() if store.check([FAILED]) else None
-        if missing and said is None:
-            said = announce_failure(store, f"ranks {missing} are gone, as rank {dist.get_rank()} found in {phase}")
+        if not missing:
+            return Word([], "all ranks have answered since: a connection broke, or one left the collective")
+        return announce_failure(
+            store, missing, f"no answer to the roll call that rank {dist.get_rank()} made in {phase}"
+        )
     except (RuntimeError, dist.DistError):
-        return [0], None
-    return missing, said
-
-
-def announce_failure(store: dist.Store, text: str) -> str:
-    """Leave word of a failure for all ranks; the first word stays. Returns the word that stands."""
-    return store.compare_set(FAILED, "", text).decode() or text
+        return Word([0], "rank 0, which keeps the rendezvous store, cannot be reached")
 
 
 @contextlib.contextmanager
@@ -84,5 +109,6 @@ def naming_lost_ranks(group: dist.ProcessGroup | None, phase: str) -> Iterator[N
     except RuntimeError as error:
         if not is_lost_connection(error):
             raise
-        missing, said = lost_ranks(group if group is not None else dist.group.WORLD, phase)
-        raise RankLostError(missing, phase, said or str(error)) from error
+        with PHASES.within(f"{phase} that broke"):
+            word = lost_ranks(cast(dist.ProcessGroup, group if group is not None else dist.group.WORLD), phase)
+        raise RankLostError(word.ranks, phase, word.text) from error

@@ -17,7 +17,7 @@ class PhaseRecord:
         name: "an expert exchange", "a backward", ..., or OWN_CODE between them.
         number: phases entered so far; ranks that do the same count alike.
         since: monotonic seconds at which the phase began.
-        last_error: what left a phase first, with the phase; None if nothing did.
+        last_error: the exception that left a phase, with the phase, if none was completed since; None otherwise.
         watchdog: of this process; see watchdog.py.
     """
 
@@ -33,6 +33,7 @@ class PhaseRecord:
         self.name, self.number, self.since = name, self.number + 1, time.monotonic()
         try:
             yield
+            self.last_error = None  # whatever it was, this rank has gone on
         except BaseException as error:
             if self.last_error is None:
                 self.last_error = f"{type(error).__name__} in {name}: {str(error).strip()[:300]}"

@@ -27,7 +27,7 @@ from typing import Any
 
 import torch.distributed as dist
 
-from ruda_ds.comm.lost import ALIVE, FAILED, ROLL_CALL, announce_failure, rendezvous_store
+from ruda_ds.comm.lost import ALIVE, ROLL_CALL, announce_failure, rendezvous_store, word_of_failure
 from ruda_ds.comm.phase import OWN_CODE, PHASES
 from ruda_ds.errors import RankLostError
 
@@ -120,8 +120,9 @@ class Watchdog:
                     )
 
     def _look(self) -> None:
-        if self._store.check([FAILED]):
-            self._end(self._store.get(FAILED).decode())
+        word = word_of_failure(self._store)
+        if word is not None:
+            self._end(word.text)
         self._beat()
         if self._store.check([ROLL_CALL]):
             self._store.set(f"{ALIVE}{self.rank}", "")
@@ -130,8 +131,8 @@ class Watchdog:
             self._store.set(f"{STACK}{self.rank}", training_stack()[-2000:])
         self._read_signs(range(self.world_size) if self.rank == 0 else [0])
         silent = self._silent()
-        if silent:
-            self._fail(silent)
+        if silent is not None:
+            self._fail(*silent)
         elif self.rank == 0:
             self._find_those_who_have_not_come()
 
@@ -155,14 +156,15 @@ class Watchdog:
             if rank not in self._signs or self._signs[rank].text != text:
                 self._signs[rank] = Sign(text, time.monotonic(), json.loads(text))
 
-    def _silent(self) -> str | None:
+    def _silent(self) -> tuple[int, str] | None:
         now = time.monotonic()
         for rank, sign in self._signs.items():
             quiet_s = now - sign.seen
             if rank != self.rank and quiet_s > self.patience_s and not sign.facts.get("ended"):
                 return (
+                    rank,
                     f"rank {rank} (host {sign.facts['host']}) has given no sign of life for {quiet_s:.0f} s; it was in "
-                    f"{sign.facts['phase']}: killed, stopped, or its machine or network hangs"
+                    f"{sign.facts['phase']}: killed, stopped, or its machine or network hangs",
                 )
         return None
 
@@ -192,14 +194,15 @@ class Watchdog:
             if self._store.check([f"{STACK}{rank}"])
         )
         self._fail(
+            absent,
             f"rank {longest} (host {facts['host']}) has waited {facts['waited']:.0f} s in {facts['phase']} (number "
-            f"{facts['number']}); ranks that have not come: {absent or 'none, all wait there'}. {where}{stacks}"
+            f"{facts['number']}); ranks that have not come: {absent or 'none, all wait there'}. {where}{stacks}",
         )
 
     # --- the end --------------------------------------------------------------------------------------------
 
-    def _fail(self, text: str) -> None:
-        self._end(announce_failure(self._store, text))
+    def _fail(self, ranks: int | list[int], text: str) -> None:
+        self._end(announce_failure(self._store, [ranks] if isinstance(ranks, int) else ranks, text).text)
 
     def _end(self, text: str) -> None:
         """Say it once, leave the stacks in a file, let the training thread fail by itself, and end the process."""
@@ -228,15 +231,18 @@ class Watchdog:
         return Path("nowhere: no folder could be written")
 
     def _at_exit(self) -> None:
-        """The process ends while its groups are alive: an exception that nobody caught, or sys.exit."""
+        """The process ends by itself: in order, or with an exception, of which the others are told."""
         self._stopped.set()
-        reason = PHASES.last_error or "it ended before the others, in " + PHASES.name
-        if reason.startswith(RankLostError.__name__):
-            return  # another one's failure, and known
-        try:
-            announce_failure(self._store, f"rank {self.rank} (host {self.host}) failed: {reason}")
-        except (RuntimeError, dist.DistError):
-            return  # the store is gone, and with it those who could read
+        uncaught = getattr(sys, "last_value", None)
+        reason = PHASES.last_error or (f"{type(uncaught).__name__}: {uncaught}" if uncaught is not None else None)
+        if reason is None or not dist.is_initialized():
+            self._say_goodbye()
+        elif not reason.startswith(RankLostError.__name__):  # that would be another one's failure, and known
+            try:
+                text = f"rank {self.rank} (host {self.host}) failed: {reason}"
+                announce_failure(self._store, [self.rank], text)
+            except (RuntimeError, dist.DistError):
+                return  # the store is gone, and with it those who could read
 
     def _say_goodbye(self) -> None:
         try:
