@@ -7,6 +7,7 @@ it loses the sight of what stood in the row before.
 
 from __future__ import annotations
 
+import hashlib
 import json
 import random
 import sysconfig
@@ -238,6 +239,13 @@ class Corpus:
         if not self.targets:
             raise CorpusError(f"{path or 'the Python library'}: no document has a target")
 
+    def digest(self) -> str:
+        """sha256 of every document's tokens and targets, in order."""
+        found = hashlib.sha256()
+        for tokens, asked in self.documents:
+            found.update(len(tokens).to_bytes(8, "little") + tokens.tobytes() + asked.tobytes())
+        return found.hexdigest()
+
     def rows(self, seed: int, epoch: int, length: int) -> Rows:
         """The rows of an epoch: a function of data, seed, epoch and length alone."""
         order = list(range(len(self.documents)))
@@ -266,14 +274,6 @@ def _positions(documents: np.ndarray) -> np.ndarray:
     first = np.ones_like(documents, dtype=bool)
     first[:, 1:] = documents[:, 1:] != documents[:, :-1]
     return (place - np.maximum.accumulate(np.where(first, place, 0), axis=1)).astype(np.int32)
-
-
-@dataclass(frozen=True)
-class Position:
-    """How far a run has come: the next window of an epoch."""
-
-    epoch: int = 0
-    window: int = 0
 
 
 def windows(counts: Sequence[int], tokens_per_step: int) -> list[range]:

@@ -20,63 +20,6 @@ from pathlib import Path
 
 HERE = Path(__file__).resolve().parent
 sys.path[:0] = [str(HERE)]
-DEFAULT_CONFIG = HERE.parent / "ds_configs" / "zero3_cpu.json"
-
-
-def positive(text: str) -> int:
-    """A whole number of at least 1, for argparse."""
-    value = int(text)
-    if value < 1:
-        raise argparse.ArgumentTypeError(f"{value}, expected at least 1")
-    return value
-
-
-def parse(arguments: list[str] | None = None) -> argparse.Namespace:
-    """The command line; DeepSpeed's own arguments included."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    data = parser.add_argument_group("data")
-    data.add_argument(
-        "--data",
-        help=".txt, .jsonl (text | prompt, response | messages) or a folder of them; default: "
-        "the sources of the Python library, one document a file",
-    )
-    data.add_argument("--tokenizer", help="folder of a Hugging Face tokenizer; default: bytes")
-    data.add_argument("--seq-length", type=positive, default=256, help="tokens a row (default %(default)s)")
-    budget = data.add_mutually_exclusive_group()
-    budget.add_argument("--rows-per-step", type=positive, help="rows a window, over all ranks, in place of tokens")
-    budget.add_argument(
-        "--tokens-per-step",
-        type=positive,
-        default=4096,
-        help="supervised tokens a window, over all ranks (default %(default)s)",
-    )
-    model = parser.add_argument_group("model")
-    model.add_argument(
-        "--model",
-        help="folder of a Hugging Face causal model: fine-tuned if it has weights, trained "
-        "from scratch if it has only a config; default: a small decoder",
-    )
-    model.add_argument("--layers", type=int, default=4)
-    model.add_argument("--width", type=int, default=128)
-    model.add_argument("--heads", type=int, default=4)
-    model.add_argument("--experts", type=int, default=8, help="experts a layer, 0 for none (default %(default)s)")
-    model.add_argument("--top-k", type=positive, default=2, help="experts a token (default %(default)s)")
-    model.add_argument("--shared-expert", action="store_true", help="a dense expert beside the routed ones")
-    model.add_argument("--gradient-checkpointing", action="store_true")
-    run = parser.add_argument_group("run")
-    run.add_argument("--steps", type=positive, help="windows to train; default: --epochs")
-    run.add_argument("--epochs", type=positive, default=1)
-    run.add_argument("--lr", type=float, default=3e-3, help="peak learning rate (default %(default)s)")
-    run.add_argument("--warmup", type=int, default=10, help="windows of linear warm-up, then cosine to a tenth")
-    run.add_argument("--weight-decay", type=float, default=0.1)
-    run.add_argument("--seed", type=int, default=0)
-    run.add_argument("--output", type=Path, default=Path("runs/train"), help="folder for all results")
-    run.add_argument("--sample", default="def ", help="prompt of the text written at the end; empty for none")
-    run.add_argument("--verbose", action="store_true", help="show DeepSpeed's own log")
-    run.add_argument("--local_rank", type=int, default=-1, help=argparse.SUPPRESS)  # from the deepspeed launcher
-    run.add_argument("--deepspeed", action="store_true", help=argparse.SUPPRESS)  # always on
-    run.add_argument("--deepspeed_config", default=str(DEFAULT_CONFIG), help="DeepSpeed JSON (default: zero3_cpu.json)")
-    return parser.parse_args(arguments)
 
 
 def quiet() -> None:
@@ -162,15 +105,15 @@ def batch_of(rows, share: range, window: range, device):
     return [column.to(device) for column in columns]
 
 
-def train_window(engine, rows, window: range, micro_batch_size: int):
-    """All micro-batches of a window, then its step: the accumulation contract in five lines."""
+def train_window(engine, rows, window: range, journey):
+    """All micro-batches of a window, then its step: the accumulation contract in five lines. None if told to stop."""
     import torch.nn.functional as F
     from corpus import NO_TARGET, deal
 
     from ruda_ds.moe import uncounted
 
-    accumulator = engine.accumulator
-    for share in deal(window, engine.global_rank, engine.world_size, micro_batch_size):
+    accumulator, rest = engine.accumulator, journey.position.rest(window)
+    for share in deal(rest, engine.global_rank, engine.world_size, engine.train_micro_batch_size_per_gpu()):
         tokens, positions, documents, targets = batch_of(rows, share, window, engine.device)
         # A rank without rows takes part with one that counts for nothing, in the loss and in the experts' load.
         with contextlib.nullcontext() if share else uncounted(engine.module):
@@ -179,6 +122,8 @@ def train_window(engine, rows, window: range, micro_batch_size: int):
             logits.float().flatten(0, 1), targets.flatten(), ignore_index=NO_TARGET, reduction="sum"
         )
         accumulator.backward_sum(loss_sum, local_count=int((targets != NO_TARGET).sum()))
+        if journey.micro_batch_done():
+            return None
     return accumulator.step()
 
 
@@ -248,10 +193,34 @@ def describe(result, speed: float, load: float | None) -> str:
     return f"loss {result.loss:.3f}, norm {norm}{experts}, {speed:,.0f} tok/s{unused}"
 
 
-def train(args: argparse.Namespace) -> None:
-    """The whole run."""
+def run_windows(args: argparse.Namespace, corpus, engine, journey, loads: ExpertLoads, total: int) -> bool:
+    """The windows from where the journey stands up to ``total``; False if a signal ended it before."""
     from tqdm import tqdm
 
+    from ruda_ds.monitor import write_window
+
+    rows, plan = plan_epoch(args, corpus, journey.position.epoch)
+    look = {"unit": "step", "dynamic_ncols": True, "file": sys.stdout, "mininterval": 0.5}
+    begin = engine.global_steps
+    bar = tqdm(range(begin, total), initial=begin, total=total, disable=engine.global_rank != 0, **look)
+    for _ in bar:
+        if journey.position.window == len(plan):
+            rows, plan = plan_epoch(args, corpus, journey.next_epoch())
+        began, rate = time.perf_counter(), engine.get_lr()[0]
+        result = train_window(engine, rows, plan[journey.position.window], journey)
+        if result is None:
+            bar.close()
+            return False
+        speed = result.count / (time.perf_counter() - began)
+        load = loads.take()
+        write_window(engine, result, {"tokens_per_s": speed, "learning_rate": rate, **load})
+        bar.set_postfix_str(describe(result, speed, load.get("expert_load")), refresh=False)
+        journey.window_done()
+    return True
+
+
+def train(args: argparse.Namespace) -> None:
+    """The whole run."""
     from ruda_ds.launch import find_ranks
 
     ranks = find_ranks()
@@ -262,18 +231,16 @@ def train(args: argparse.Namespace) -> None:
     if not args.verbose:
         quiet()
     import figures
-    from corpus import ByteTokenizer, Corpus, FolderTokenizer, Position
+    from corpus import ByteTokenizer, Corpus, FolderTokenizer
+    from resume import Journey
 
     from ruda_ds import _deepspeed
-    from ruda_ds.monitor import write_window
 
     leader = ranks.rank == 0
     tokenizer = FolderTokenizer(args.tokenizer) if args.tokenizer else ByteTokenizer()
     corpus = Corpus(args.data, tokenizer)
-    position = Position()
-    rows, plan = plan_epoch(args, corpus, position.epoch)
-    total = total_windows(args, corpus)
-    if leader:
+    total, windows = total_windows(args, corpus), len(plan_epoch(args, corpus, 0)[1])
+    if leader and not args.resume:
         figures.clear(args.output / "monitor")
     config = _deepspeed.load_config(args.deepspeed_config)
     engine = build_engine(args, config, build_model(args, config, ranks.rank, tokenizer.vocabulary), total)
@@ -282,23 +249,18 @@ def train(args: argparse.Namespace) -> None:
     if leader:
         args.output.mkdir(parents=True, exist_ok=True)
         print(
-            f"{len(corpus.documents):,} documents, {corpus.targets:,} targets, {len(plan):,} windows an epoch; "
+            f"{len(corpus.documents):,} documents, {corpus.targets:,} targets, {windows:,} windows an epoch; "
             f"{size:,} parameters on {ranks.world_size} ranks (started by: {ranks.launcher})",
             flush=True,
         )
-    bar = tqdm(range(total), unit="step", disable=not leader, dynamic_ncols=True, file=sys.stdout, mininterval=0.5)
-    for _ in bar:
-        if position.window == len(plan):
-            position = Position(position.epoch + 1, 0)
-            rows, plan = plan_epoch(args, corpus, position.epoch)
-        began, rate = time.perf_counter(), engine.get_lr()[0]
-        result = train_window(engine, rows, plan[position.window], engine.train_micro_batch_size_per_gpu())
-        speed = result.count / (time.perf_counter() - began)
-        position = Position(position.epoch, position.window + 1)
-        load = loads.take()
-        write_window(engine, result, {"tokens_per_s": speed, "learning_rate": rate, **load})
-        bar.set_postfix_str(describe(result, speed, load.get("expert_load")), refresh=False)
-    finish(args, engine, tokenizer, leader, loads)
+    journey = Journey(args, corpus, engine, loads)
+    if args.resume:
+        journey.resume(None if args.resume is True else args.resume)
+    if run_windows(args, corpus, engine, journey, loads, total):
+        journey.end()
+        finish(args, engine, tokenizer, leader, loads)
+    else:
+        journey.stop()
 
 
 def finish(args: argparse.Namespace, engine, tokenizer, leader: bool, loads: ExpertLoads) -> None:
@@ -337,7 +299,9 @@ def end_mpi_job() -> None:
 
 def main() -> None:
     """Run, and leave nothing waiting."""
-    args = parse()
+    from options import parse
+
+    args = parse(__doc__)
     try:
         train(args)
     except KeyboardInterrupt:

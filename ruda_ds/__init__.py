@@ -21,6 +21,8 @@ _HOME = {
     "ParameterPlacement": "ruda_ds.accumulation",
     "WindowResult": "ruda_ds.accumulation",
     "measure_gradient_norm": "ruda_ds.accumulation",
+    "save_checkpoint": "ruda_ds.checkpoint",
+    "load_checkpoint": "ruda_ds.checkpoint",
     "clip_gradient_norm": "ruda_ds.accumulation",
 }
 
@@ -36,7 +38,9 @@ __all__ = [
     "attach",
     "clip_gradient_norm",
     "initialize",
+    "load_checkpoint",
     "measure_gradient_norm",
+    "save_checkpoint",
 ]
 
 
@@ -62,4 +66,5 @@ if TYPE_CHECKING:
         clip_gradient_norm,
         measure_gradient_norm,
     )
+    from ruda_ds.checkpoint import load_checkpoint, save_checkpoint
     from ruda_ds.engine import attach, initialize

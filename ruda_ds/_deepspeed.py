@@ -198,6 +198,55 @@ def restore(target: Any, names: list[str]) -> None:
         target.__dict__.pop(name, None)
 
 
+def names_by_param_group(optimizer: Any, names: dict[int, str]) -> list[list[str]]:
+    """Names of the trainable parameters by the optimizer's own param groups, in the order of the flat buffers.
+
+    Args:
+        names: id(parameter) -> name.
+    """
+    groups: list[list[str]] = [[] for _ in optimizer.optimizer.param_groups]
+    for index, parameters in enumerate(optimizer_groups(optimizer)):
+        home = optimizer.sub_group_to_group_id[index] if is_stage3(optimizer) else index
+        groups[home] += [names[id(parameter)] for parameter in parameters]
+    return groups
+
+
+def master_sizes(optimizer: Any) -> list[int]:
+    """Elements of this rank's flat float32 partitions, as a checkpoint holds them: below ZeRO-3 without padding."""
+    if is_stage3(optimizer):
+        return [partition.numel() for partition in optimizer.fp32_partitioned_groups_flat]
+    partitions = zip(optimizer.single_partition_of_fp32_groups, optimizer.groups_padding, strict=True)
+    return [partition.numel() - padding for partition, padding in partitions]
+
+
+def partition_metadata(optimizer: Any) -> Any:
+    """What ZeRO-3 writes of its partition groups where experts have their own, and compares, late, when it loads."""
+    return optimizer._zero3_partition_group_metadata() if is_stage3(optimizer) else None
+
+
+@contextlib.contextmanager
+def checkpoint_io(engine: Any, io: Any, failed: Callable[[Exception], None]) -> Iterator[None]:
+    """Let the engine's checkpoint calls write and read through ``io``, a CheckpointEngine.
+
+    An exception in the middle of them would leave the other ranks in a barrier for ever. ``io`` keeps its own; that of
+    the one other place that writes, the copy of DeepSpeed's recovery scripts, is handed to ``failed``.
+    """
+    before, copy_scripts = engine.checkpoint_engine, engine._copy_recovery_script
+
+    def copy_or_report(path: str) -> None:
+        try:
+            copy_scripts(path)
+        except Exception as error:
+            failed(error)
+
+    engine.checkpoint_engine, engine._copy_recovery_script = io, copy_or_report
+    try:
+        yield
+    finally:
+        engine.checkpoint_engine = before
+        restore(engine, ["_copy_recovery_script"])
+
+
 # --- ZeRO-3 -----------------------------------------------------------------------------------------------------
 
 
@@ -424,6 +473,11 @@ def book_skipped_step(engine: Any) -> None:
     engine._step_applied = False
     engine._unmanaged_backward_count = 0
     engine.optimizer.zero_grad()
+
+
+def count_backwards(engine: Any, backwards: int) -> None:
+    """Say how many backwards the window has had: the next step advances ``global_samples`` by them."""
+    engine._unmanaged_backward_count = backwards
 
 
 # --- experts ----------------------------------------------------------------------------------------------------

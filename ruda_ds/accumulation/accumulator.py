@@ -22,7 +22,8 @@ from ruda_ds.accumulation.binding import EngineBinding
 from ruda_ds.accumulation.checks import check_counts, check_loss, check_shards
 from ruda_ds.accumulation.contract import AccumulatedGradients, AccumulationContract, WindowResult
 from ruda_ds.accumulation.division import divide_
-from ruda_ds.accumulation.placement import ParameterPlacement, compare, live_placement
+from ruda_ds.accumulation.placement import ParameterPlacement, live_placement
+from ruda_ds.accumulation.record import RECORD_VERSION, PendingGradientsRecord, check_fit, check_record
 from ruda_ds.accumulation.reduction import GradientReduction, Stage3Reduction
 from ruda_ds.accumulation.reduction_stage12 import Stage12Reduction
 from ruda_ds.accumulation.state import MAX_COUNTER, AccumulationState, check_count
@@ -30,7 +31,7 @@ from ruda_ds.accumulation.step import take_step
 from ruda_ds.accumulation.style import CallingStyle
 from ruda_ds.accumulation.totals import MicrobatchTotals, PendingTotals
 from ruda_ds.config import RudaConfig, check_engine
-from ruda_ds.errors import BindingError, BrokenWindowError, EmptyWindowError, PlacementError, RecordError
+from ruda_ds.errors import BindingError, BrokenWindowError, EmptyWindowError
 
 
 class GradientAccumulator:
@@ -124,6 +125,18 @@ class GradientAccumulator:
         self._require_whole()
         return AccumulationContract(self.state, self._placement)
 
+    def record(self) -> PendingGradientsRecord:
+        """A copy of the window, at any micro-batch boundary: state, placement, pending shards and loss sum.
+
+        Nothing changes in memory.
+
+        Raises:
+            BrokenWindowError: an earlier backward failed part-way.
+        """
+        contract = self.contract()
+        gradients = {name: shard.clone() for name, shard in self.pending().items()}
+        return PendingGradientsRecord(RECORD_VERSION, gradients, contract.state, contract.placement, self._loss)
+
     # --- filling it -----------------------------------------------------------------------------------------
 
     def backward_sum(
@@ -172,11 +185,14 @@ class GradientAccumulator:
         """Say how many supervised tokens the loss of the next ``engine.backward(loss_sum)`` sums over, on this rank."""
         self._binding.next_count, _ = check_counts(local_count, None)
 
-    def _require_whole(self) -> None:
+    def _require_bound(self) -> None:
         if vars(self._engine).get("accumulator") is not self:
             raise BindingError(
                 "this accumulator was closed, or another was bound to its engine; use engine.accumulator"
             )
+
+    def _require_whole(self) -> None:
+        self._require_bound()
         if self._failure is not None:
             raise BrokenWindowError(
                 f"a backward of this window failed part-way ({self._failure}), so its sums are incomplete; "
@@ -301,27 +317,36 @@ class GradientAccumulator:
         accumulator = vars(engine).get("accumulator")
         if accumulator is None:
             accumulator = cls(engine, contract.state.dtype, contract.state.loss_scale)
-        accumulator._restore(contract, gradients)
+        accumulator._restore(contract, gradients, None)
         return accumulator
 
-    def _restore(self, contract: AccumulationContract, gradients: Mapping[str, torch.Tensor]) -> None:
-        own, state = self._state, contract.state
-        if type(state) is not type(own):
-            raise RecordError(f"the state is a {type(state).__name__}, expected a {type(own).__name__}")
-        for field in ("dtype", "loss_scale"):
-            if getattr(state, field) != getattr(own, field):
-                raise RecordError(f"{field} is {getattr(state, field)}, expected {getattr(own, field)}")
-        compare(self._placement, contract.placement)
-        shards = check_shards(self._placement, gradients)
-        if state.microbatches == 0 and shards:
-            raise RecordError(f"gradients for {sorted(shards)} in a window without a micro-batch, expected none")
-        for name, shard in shards.items():
-            if shard.dtype != state.dtype:
-                raise PlacementError(name, "gradient dtype", state.dtype, shard.dtype)
+    def check_record(self, record: PendingGradientsRecord) -> None:
+        """Raise what `load_record` would raise, and change nothing."""
+        self._require_bound()
+        check_record(record)
+        check_fit(self._state, self._placement, record.contract, record.gradients)
+
+    def load_record(self, record: PendingGradientsRecord) -> None:
+        """Stand in the window of a record, in place of the present one. Every rank loads its own.
+
+        Raises:
+            RecordError, PlacementError: another version, placement, dtype, loss_scale or kind of window, or a record
+                that contradicts itself; the accumulator's window is as before.
+            BindingError: this accumulator was closed.
+        """
+        check_record(record)
+        self._restore(record.contract, record.gradients, record.loss)
+
+    def _restore(
+        self, contract: AccumulationContract, gradients: Mapping[str, torch.Tensor], loss: float | None
+    ) -> None:
+        self._require_bound()
+        shards, state = check_fit(self._state, self._placement, contract, gradients), contract.state
         self._clear()
         self._state = state
-        self._loss = None if state.microbatches else 0.0
+        self._loss = loss if state.microbatches else 0.0
         self._binding.restart(state.microbatches)
+        _deepspeed.count_backwards(self._engine, state.microbatches)
         self._reduction.pending.add(list(shards), list(shards.values()))
 
     def close(self) -> None:

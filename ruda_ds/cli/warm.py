@@ -1,4 +1,4 @@
-"""Load what DeepSpeed compiles at its first start, once, before any rank does.
+"""Load what DeepSpeed and this package compile at their first start, once, before any rank does.
 
 Imported by the fork server: its ranks inherit the loaded library, so that one that is killed cannot leave the build's
 lock behind, on which every later load waits for ever. Run as a command by the scripts in launch/.
@@ -31,11 +31,12 @@ def await_lock(folder: Path, stale_s: float = STALE_S) -> bool:
 
 
 def warm_up() -> None:
-    """Build, or load, DeepSpeed's shared-memory collectives for the CPU; does nothing on another accelerator."""
+    """Build, or load, DeepSpeed's shared-memory collectives and the experts' kernels; for the CPU only."""
     from deepspeed.accelerator import get_accelerator
     from torch.utils.cpp_extension import get_default_build_root
 
     from ruda_ds import _deepspeed
+    from ruda_ds.ops.builder import load_fused_experts
 
     if get_accelerator().device_name() != "cpu":
         return
@@ -44,6 +45,7 @@ def warm_up() -> None:
     for folder in Path(root or get_default_build_root()).glob(pattern):
         await_lock(folder)
     _deepspeed.load_shared_memory_op()
+    load_fused_experts()
 
 
 warm_up()

@@ -110,8 +110,8 @@ class ExpertParallelSwiGLUExperts(torch.nn.Module):
 
     @property
     def dtype(self) -> torch.dtype:
-        """Dtype of the weights."""
-        return self.gate.dtype
+        """Dtype of the weights. Not read by name: ZeRO-3 would take that for a use of the cube, and gather it."""
+        return next(iter(self._parameters.values())).dtype  # type: ignore[union-attr]
 
     def forward(self, rows: torch.Tensor, offsets: torch.Tensor, backend: str = "auto") -> torch.Tensor:
         """[R, H] rows sorted by owned expert, offsets [L + 1] int64 -> [R, H]."""

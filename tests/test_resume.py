@@ -1,0 +1,163 @@
+"""The training program, stopped by a signal or a kill and resumed, is the program that ran through."""
+
+import contextlib
+import csv
+import io
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+import torch
+from test_train import SMALL, TRAIN, environment, run, table
+
+from ruda_ds.checkpoint import Manifest
+from ruda_ds.cli.ranks import run_ranks
+from ruda_ds.errors import RankFailedError
+
+ROOT = Path(__file__).resolve().parent.parent
+MIXTURE = ["--deepspeed_config", str(ROOT / "ds_configs" / "zero3_moe_cpu.json")]
+# 5 windows of several micro-batches on 2 ranks, in 2 epochs, and a checkpoint at the end.
+RUN = [*SMALL[2:], "--tokens-per-step", "1500", "--steps", "5", "--save-every", "5", *MIXTURE]
+
+
+@pytest.fixture(scope="module")
+def corpus(tmp_path_factory) -> str:
+    """Three windows an epoch, so that the run crosses from one into the next."""
+    path = tmp_path_factory.mktemp("data") / "documents.jsonl"
+    records = [{"prompt": "p" * (i * 37 % 90), "response": "r" * (1 + i * 53 % 90)} for i in range(75)]
+    path.write_text("\n".join(map(json.dumps, records)))
+    return str(path)
+
+
+def go(arguments, rank, after, number):
+    """The program in this process; one rank gets a signal in the middle of its micro-batch ``after``."""
+    sys.path[:0] = [str(ROOT / "launch")]
+    import resume
+    import train
+    from options import parse
+
+    done, calls = resume.Journey.micro_batch_done, []
+
+    def micro_batch_done(journey):
+        calls.append(0)
+        if len(calls) == after and journey.engine.global_rank == rank:
+            os.kill(os.getpid(), number)
+        return done(journey)
+
+    resume.Journey.micro_batch_done = micro_batch_done
+    said = io.StringIO()
+    with contextlib.redirect_stdout(said):
+        train.train(parse(None, arguments))
+    return len(calls), said.getvalue()
+
+
+def final(output: Path) -> dict[str, bytes]:
+    """Every tensor and number of the last checkpoint's files, as bytes."""
+    found: dict[str, bytes] = {}
+
+    def walk(name, value):
+        if isinstance(value, torch.Tensor):
+            found[name] = str(value.dtype).encode() + value.contiguous().flatten().view(torch.uint8).numpy().tobytes()
+        elif isinstance(value, dict):
+            for key, inner in value.items():
+                walk(f"{name}.{key}", inner)
+        elif isinstance(value, (list, tuple)):
+            for index, inner in enumerate(value):
+                walk(f"{name}.{index}", inner)
+        elif isinstance(value, (int, float, str)):
+            found[name] = repr(value).encode()
+
+    folder = output / "checkpoints" / "global_step5"
+    Manifest.read(folder).check_files(folder)
+    for path in sorted(folder.glob("*_states.pt")):
+        walk(path.name, torch.load(path, weights_only=False))
+    return {name: value for name, value in found.items() if "output_path" not in name}
+
+
+def figures_of(output: Path) -> list[dict[str, float]]:
+    return [{name: value for name, value in row.items() if name != "tokens_per_s"} for row in table(output)]
+
+
+@pytest.fixture(scope="module")
+def through(tmp_path_factory, corpus):
+    """The run that nobody stopped."""
+    output = tmp_path_factory.mktemp("through")
+    calls = run_ranks(go, 2, ["--data", corpus, "--output", str(output), *RUN], None, 0, 0)
+    return output, calls[0][0]
+
+
+@pytest.mark.parametrize(("after", "rank", "number"), [(5, 1, signal.SIGUSR1), (10, 0, signal.SIGTERM)])
+def test_a_signal_to_one_rank_saves_in_the_window_and_the_run_goes_on_bit_for_bit(
+    tmp_path, corpus, through, after, rank, number
+):
+    output, micro_batches = through
+    arguments = ["--data", corpus, "--output", str(tmp_path), *RUN]
+    stopped = run_ranks(go, 2, arguments, rank, after, number)
+    assert [calls for calls, _ in stopped] == [after + 1] * 2  # the flags travel behind one micro-batch
+    tag = (tmp_path / "checkpoints" / "latest").read_text()
+    window = Manifest.read(tmp_path / "checkpoints" / tag).state
+    assert window.microbatches > 0
+    said = stopped[0][1]
+    assert f"{number.name}: saved after micro-batch {window.microbatches} of window " in said
+    assert f"--resume {tmp_path / 'checkpoints'} goes on from there" in said
+    resumed = run_ranks(go, 2, [*arguments, "--resume"], None, 0, 0)
+    assert [calls for calls, _ in resumed] == [micro_batches - after - 1] * 2
+    assert f"resumed from {tmp_path / 'checkpoints' / tag}" in resumed[0][1]
+    found, wanted = final(tmp_path), final(output)
+    assert sorted(name for name in found.keys() | wanted.keys() if found.get(name) != wanted.get(name)) == []
+    assert figures_of(tmp_path) == figures_of(output)
+
+
+def test_another_dataset_window_or_seed_is_refused_with_what_differs(tmp_path, corpus, through):
+    other = tmp_path / "other.jsonl"
+    other.write_text(Path(corpus).read_text() + '\n{"text": "one more"}')
+    changed = [*RUN, "--seed", "7", "--rows-per-step", "9"]
+    changed = [
+        part for index, part in enumerate(changed) if "--tokens-per-step" not in changed[max(index - 1, 0) : index + 1]
+    ]
+    arguments = ["--data", str(other), "--output", str(tmp_path), *changed, "--resume", str(through[0] / "checkpoints")]
+    with pytest.raises(RankFailedError) as caught:
+        run_ranks(go, 2, arguments, None, 0, 0)
+    said = str(caught.value)
+    assert "ResumeError" in said
+    assert "global_step5: the run that was saved is another one: data (sha256 of its tokens) was" in said
+    assert "seed was 0, is 7; window was '1500 tokens', is '9 rows'" in said
+    assert "sequence length" not in said
+
+
+def test_a_process_that_is_asked_to_end_ends_well_and_resumes(tmp_path, corpus):
+    """Plain python, SIGTERM from outside at whatever moment; the figures are those of one run."""
+    command = [
+        sys.executable,
+        TRAIN,
+        "--data",
+        corpus,
+        "--output",
+        str(tmp_path),
+        *SMALL[2:],
+        "--tokens-per-step",
+        "300",
+    ]
+    running = subprocess.Popen(
+        [*command, "--epochs", "500"], env=environment(), cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.STDOUT
+    )
+    while not list((tmp_path / "monitor").glob("*loss.csv")) and running.poll() is None:
+        time.sleep(0.05)
+    running.send_signal(signal.SIGTERM)
+    said = running.communicate(timeout=100)[0].decode()
+    assert running.returncode == 0, said
+    assert "SIGTERM: saved after micro-batch" in said
+    tag = (tmp_path / "checkpoints" / "latest").read_text()
+    steps = Manifest.read(tmp_path / "checkpoints" / tag).global_steps
+    (tmp_path / "monitor" / "Train_Window_loss.csv").open("a").write(f"{steps + 9},7.5\n")  # of a later window, lost
+    assert f"resumed from {tmp_path / 'checkpoints' / tag}" in run(
+        [*command, "--resume", "--epochs", "500", "--steps", str(steps + 2)]
+    )
+    assert [row["step"] for row in table(tmp_path)] == list(range(1, steps + 3))
+    with (tmp_path / "metrics.csv").open() as lines:
+        assert all(float(row["loss"]) < 7 for row in csv.DictReader(lines))
