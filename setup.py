@@ -57,6 +57,7 @@ setup(
     },
     entry_points={
         "console_scripts": [
+            "ruda-convert = ruda_ds.cli.convert:main",
             "ruda-selftest = ruda_ds.cli.selftest:main",
             "ruda-report = ruda_ds.cli.report:main",
         ]

@@ -5,8 +5,11 @@ Letters: B rows of a micro-batch, S row length, V vocabulary, D width.
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable
 from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -170,41 +173,80 @@ class FolderModel(torch.nn.Module):
         folder: of the configuration, and the weights if there are any.
         checkpointing: recompute each block in the backward.
         vocabulary: tokens that the tokenizer can give.
+        experts: `ruda.experts` of the config. The MoE blocks of a known family are then ours, and each rank reads the
+            experts that it owns and no others.
+        place: of this rank among those that share the experts.
 
     Raises:
         ModelError: too small a vocabulary, or a mask without effect.
     """
 
-    def __init__(self, folder: str, checkpointing: bool, vocabulary: int) -> None:
+    def __init__(self, folder: str, checkpointing: bool, vocabulary: int, experts: Any = None, place: int = 0) -> None:
         super().__init__()
-        from pathlib import Path
-
         from transformers import AutoConfig, AutoModelForCausalLM
 
+        from ruda_ds.checkpoint.pretrained import load_pretrained
+        from ruda_ds.moe.families import FAMILIES
+
         has_weights = any(Path(folder).glob("*.safetensors")) or any(Path(folder).glob("*.bin"))
-        if has_weights:
+        config = AutoConfig.from_pretrained(folder, local_files_only=True)
+        split = experts is not None and config.model_type in FAMILIES
+        if split:
+            _require_masked(AutoModelForCausalLM.from_config(_smallest(config), dtype=torch.float32), folder)
+        if split and has_weights:
+            with torch.device("meta"):
+                self.model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
+            _split(self.model, experts, place)
+            load_pretrained(self.model, folder)
+        elif has_weights:
             self.model = AutoModelForCausalLM.from_pretrained(folder, local_files_only=True, dtype=torch.float32)
         else:
-            config = AutoConfig.from_pretrained(folder, local_files_only=True)
             self.model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
+            if split:
+                _split(self.model, experts, place)
         if checkpointing:
             self.model.gradient_checkpointing_enable({"use_reentrant": False})
         known = self.model.get_input_embeddings().num_embeddings
         if known < vocabulary:
             raise ModelError(f"{folder}: the tokenizer has {vocabulary} tokens, the model knows {known}")
-        _require_masked(self, folder)
+        if not split:
+            _require_masked(self.model, folder)
 
     def forward(self, tokens: torch.Tensor, positions: torch.Tensor, documents: torch.Tensor) -> torch.Tensor:
         """tokens, positions, documents [B, S] -> logits [B, S, V]."""
-        seen = document_mask(documents)
-        # Added to the scores: transformers' eager attention would add a bool mask as 0 and 1, which hides nothing.
-        mask = torch.zeros(seen.shape, dtype=self.model.dtype, device=seen.device)
-        mask.masked_fill_(~seen, torch.finfo(mask.dtype).min)
-        return self.model(input_ids=tokens, position_ids=positions, attention_mask=mask, use_cache=False).logits
+        return _logits(self.model, tokens, positions, documents)
+
+
+def _logits(model: Any, tokens: torch.Tensor, positions: torch.Tensor, documents: torch.Tensor) -> torch.Tensor:
+    seen = document_mask(documents)
+    # Added to the scores: transformers' eager attention would add a bool mask as 0 and 1, which hides nothing.
+    mask = torch.zeros(seen.shape, dtype=model.dtype, device=seen.device)
+    mask.masked_fill_(~seen, torch.finfo(mask.dtype).min)
+    return model(input_ids=tokens, position_ids=positions, attention_mask=mask, use_cache=False).logits
+
+
+def _split(model: Any, experts: Any, place: int) -> None:
+    """Make the MoE blocks ours, with this rank's experts."""
+    from ruda_ds.moe import ownership_of, replace_moe_blocks
+    from ruda_ds.moe.families import FAMILIES
+
+    count = FAMILIES[model.config.model_type].num_experts(model.config)
+    ownership = ownership_of(experts.ownership, count, experts.ep_size)
+    replace_moe_blocks(model, ownership, rank=place, balance_loss=experts.balance_loss, z_loss=experts.z_loss)
+
+
+def _smallest(config: Any) -> Any:
+    """One layer with narrow experts: its attention is the model's own, and one process can hold it."""
+    small = copy.deepcopy(config)
+    small.num_hidden_layers = 1
+    for width in ("intermediate_size", "moe_intermediate_size", "shared_expert_intermediate_size"):
+        if hasattr(small, width):
+            setattr(small, width, 16)
+    return small
 
 
 @torch.no_grad()
-def _require_masked(model: FolderModel, folder: str) -> None:
+def _require_masked(model: Any, folder: str) -> None:
     """Change the last token, then the first document; logits that neither should reach must stay."""
     was_training = model.training
     model.eval()
@@ -213,7 +255,7 @@ def _require_masked(model: FolderModel, folder: str) -> None:
     last, first = tokens.clone(), tokens.clone()
     last[0, 7], first[0, :4] = 1, 1
     try:
-        before, later, other = (model(given, places, documents) for given in (tokens, last, first))
+        before, later, other = (_logits(model, given, places, documents) for given in (tokens, last, first))
     except (RuntimeError, ValueError, TypeError) as error:
         raise ModelError(f"{folder}: the model does not take a 4-D attention mask ({error})") from error
     model.train(was_training)

@@ -46,9 +46,10 @@ def build_model(args: argparse.Namespace, config: dict, rank: int, vocabulary: i
     from ruda_ds.moe import ownership_of
 
     torch.manual_seed(args.seed)
-    if args.model:
-        return FolderModel(args.model, args.gradient_checkpointing, vocabulary)
     experts = check(config).experts
+    if args.model:
+        place = rank % experts.ep_size if experts is not None else 0
+        return FolderModel(args.model, args.gradient_checkpointing, vocabulary, experts, place)
     ownership, place = None, 0
     if args.experts and experts is not None:
         ownership = ownership_of(experts.ownership, args.experts, experts.ep_size).prefix

@@ -44,12 +44,19 @@ def initialize(args: Any = None, **keywords: Any) -> tuple[Any, Any, Any, Any]:
     _deepspeed.refuse_pipeline(model)
     if given is not None:
         keywords["config"] = config.complete(_deepspeed.load_config(given))
+        deepspeed.init_distributed()
+        _watch(config.check(keywords["config"]).timeout_s)  # from here on: a rank may be lost while engines are made
         if isinstance(model, torch.nn.Module):
             split_experts(model, config.check(keywords["config"]).experts, keywords.get("optimizer"))
     with expert_partitions(keywords):
         engine, optimizer, loader, scheduler = deepspeed.initialize(args=args, **keywords)
     attach(engine)
     return engine, optimizer, loader, scheduler
+
+
+def _watch(limit_s: float) -> None:
+    if torch.distributed.get_world_size() > 1:
+        Watchdog.of_this_process(limit_s)
 
 
 def expert_partitions(keywords: dict[str, Any]) -> contextlib.AbstractContextManager:
@@ -99,9 +106,6 @@ def split_experts(model: torch.nn.Module, experts: config.ExpertsConfig | None, 
             "the optimizer holds the parameters of the blocks that would be replaced: call replace_moe_blocks before "
             "making it, or pass a callable that makes it from parameters",
         )
-    import deepspeed
-
-    deepspeed.init_distributed()
     count = family.num_experts(model.config)
     ownership = ownership_of(experts.ownership, count, experts.ep_size)
     replace_moe_blocks(model, ownership, balance_loss=experts.balance_loss, z_loss=experts.z_loss)
@@ -119,8 +123,7 @@ def attach(engine: Any) -> GradientAccumulator:
     accumulator = GradientAccumulator(engine)
     chain_exchanges(engine.module)
     settings = accumulator.config
-    if torch.distributed.get_world_size() > 1:
-        Watchdog.of_this_process(settings.timeout_s)
+    _watch(settings.timeout_s)
     if engine.global_rank == 0:
         logger.info(
             "exact accumulation: ZeRO stage %d, sums in %s, loss scale %g, gradient clipping %g",

@@ -70,15 +70,18 @@ class Watch:
 
     Attributes:
         faults: (seconds since the begin, action, rank) of each fault.
-        samples: pid -> [(resident MiB, open files)], once a second.
+        samples: pid -> [(resident MiB, open files)], once a second, from its 10th window on.
     """
 
     faults: list[tuple[float, str, int]] = field(default_factory=list)
     samples: dict[int, list[tuple[float, int]]] = field(default_factory=dict)
+    begun: dict[int, int] = field(default_factory=dict)
 
-    def look(self, ranks: list[psutil.Process]) -> None:
-        """One sample of each rank."""
+    def look(self, ranks: list[psutil.Process], windows: int) -> None:
+        """One sample of each rank; ``windows`` are saved."""
         for process in ranks:
+            if windows < self.begun.setdefault(process.pid, windows) + 10:
+                continue
             try:
                 seen = process.memory_info().rss / 2**20, process.num_fds()
             except psutil.Error:
@@ -87,7 +90,7 @@ class Watch:
 
     def growth(self) -> tuple[float, int]:
         """The most that a rank's memory (MiB) and open files grew from the middle of its life to its end."""
-        halves = [(s[len(s) // 2], s[-1]) for s in self.samples.values() if len(s) >= 20]
+        halves = [(s[len(s) // 2], s[-1]) for s in self.samples.values() if len(s) >= 10]
         return max((b[0] - a[0] for a, b in halves), default=0.0), max((b[1] - a[1] for a, b in halves), default=0)
 
 
@@ -121,7 +124,7 @@ def faulty(words: list[str], output: Path, steps: int, seconds: float, every: tu
     while process.poll() is None:
         time.sleep(1)
         ranks = ranks_of(process)
-        watch.look(ranks)
+        watch.look(ranks, windows_saved(output))
         over = time.monotonic() - began > seconds or windows_saved(output) > steps - 15
         if over or time.monotonic() < due or not ranks:
             continue
@@ -171,25 +174,25 @@ def soak(folder: Path, ranks: int, steps: int, seconds: float, every: tuple[floa
     outputs = {name: folder / name for name in ("plain", "faulty")}
     for output in outputs.values():
         output.mkdir(parents=True)
-    subprocess.run(command(folder, outputs["plain"], ranks, steps), check=True, env=environment(), cwd=outputs["plain"])
-    words = command(folder, outputs["faulty"], ranks, steps)
-    watch = faulty(words, outputs["faulty"], steps, seconds, every, seed)
-    orphans = [pid for pid in watch.samples if psutil.pid_exists(pid)]
+    run = {name: command(folder, output, ranks, steps) for name, output in outputs.items()}
+    plain = faulty(run["plain"], outputs["plain"], steps, 0, every, seed)
+    watch = faulty(run["faulty"], outputs["faulty"], steps, seconds, every, seed)
+    orphans = [pid for pid in (*plain.samples, *watch.samples) if psutil.pid_exists(pid)]
     if orphans:
         raise SystemExit(f"processes {orphans} have outlived their runs")
     states = {name: final_state(output) for name, output in outputs.items()}
     wrong = differing(states["plain"], states["faulty"])
     if wrong or not states["plain"]:
         raise SystemExit(f"{len(wrong)} of {len(states['plain'])} tensors differ after {watch.faults}: {wrong[:5]}")
-    memory, files = watch.growth()
+    growths = [plain.growth(), watch.growth()]
     return {
         "name": "soak",
         "ranks": ranks,
         "steps": steps,
         "faults": watch.faults,
         "tensors_equal": len(states["plain"]),
-        "memory_growth_mib": round(memory, 1),
-        "file_growth": files,
+        "memory_growth_mib": [round(memory, 1) for memory, _ in growths],
+        "file_growth": [files for _, files in growths],
     }
 
 

@@ -128,6 +128,9 @@ def refused():
     )
     with pytest.raises(OwnershipError, match="'llama', expected one of deepseek_v2"):
         replace_moe_blocks(llama, [0, 4])
+    llama.config.model_type = "gpt_oss"
+    with pytest.raises(OwnershipError, match=r"gpt_oss.*sigmoid\(1.702 gate\).*expected SwiGLU"):
+        replace_moe_blocks(llama, [0, 4])
     with torch.device("meta"):
         meta = tiny("mixtral")
     replace_moe_blocks(meta, [0, 6], group=dist.group.WORLD)

@@ -190,6 +190,32 @@ def test_a_folder_of_transformers_trains(tmp_path, corpus):
     assert first[0] == pytest.approx(first[1], rel=1e-5)
 
 
+def test_a_mixtral_folder_is_split_over_two_ranks(tmp_path, corpus):
+    """Each rank reads the experts that it owns; the losses are those of one process that holds them all."""
+    transformers = pytest.importorskip("transformers")
+    torch.manual_seed(0)
+    config = transformers.MixtralConfig(
+        vocab_size=257,
+        hidden_size=32,
+        intermediate_size=48,
+        num_hidden_layers=2,
+        num_attention_heads=2,
+        num_key_value_heads=1,
+        num_local_experts=4,
+        max_position_embeddings=64,
+    )
+    transformers.MixtralForCausalLM(config).save_pretrained(tmp_path / "model")
+    settings = json.loads((ROOT / "ds_configs" / "zero3_moe_cpu.json").read_text())
+    settings["ruda"]["experts"] = {"ep_size": 2, "ownership": [0, 1, 4]}
+    (tmp_path / "split.json").write_text(json.dumps(settings))
+    common = [sys.executable, TRAIN, "--model", str(tmp_path / "model"), "--data", corpus, *SMALL]
+    run([*common, "--output", str(tmp_path / "one")])
+    split = ["--output", str(tmp_path / "two"), "--deepspeed_config", str(tmp_path / "split.json")]
+    run([shutil.which("mpirun") or "mpirun", "-n", "2", *common, *split])
+    losses = [[row["loss"] for row in table(tmp_path / name)] for name in ("one", "two")]
+    assert losses[1] == pytest.approx(losses[0], rel=1e-4)
+
+
 def test_a_bad_document_ends_the_run_with_its_line(tmp_path):
     bad = tmp_path / "bad.jsonl"
     bad.write_text('{"text": "fine"}\n{"txt": "not"}\n')

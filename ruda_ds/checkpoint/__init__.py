@@ -11,10 +11,11 @@ from typing import TYPE_CHECKING, Any
 _HOME = {
     "Manifest": "ruda_ds.checkpoint.manifest",
     "load_checkpoint": "ruda_ds.checkpoint.training",
+    "load_pretrained": "ruda_ds.checkpoint.pretrained",
     "save_checkpoint": "ruda_ds.checkpoint.training",
 }
 
-__all__ = ["Manifest", "load_checkpoint", "save_checkpoint"]
+__all__ = ["Manifest", "load_checkpoint", "load_pretrained", "save_checkpoint"]
 
 
 def __getattr__(name: str) -> Any:
@@ -25,4 +26,5 @@ def __getattr__(name: str) -> Any:
 
 if TYPE_CHECKING:
     from ruda_ds.checkpoint.manifest import Manifest
+    from ruda_ds.checkpoint.pretrained import load_pretrained
     from ruda_ds.checkpoint.training import load_checkpoint, save_checkpoint

@@ -16,7 +16,7 @@ from ruda_ds.accumulation.placement import compare
 from ruda_ds.accumulation.record import PendingGradientsRecord, window_fields
 from ruda_ds.checkpoint.manifest import ExpertsEntry, Manifest, ModelEntry, ParameterEntry
 from ruda_ds.errors import CheckpointError, PlacementError, RecordError
-from ruda_ds.moe import ExpertParallelMoE
+from ruda_ds.moe import ExpertParallelMoE, LoRAExperts
 
 
 def expert_modules(module: torch.nn.Module) -> dict[str, ExpertParallelMoE]:
@@ -63,6 +63,15 @@ def experts_entry(module: torch.nn.Module) -> ExpertsEntry | None:
     return ExpertsEntry(sizes[0], ownership)
 
 
+def adapters_of(module: torch.nn.Module) -> dict[str, dict[str, Any]]:
+    """Module name -> scale and state of each LoRAExperts: what a conversion must know to fold them in, once."""
+    return {
+        name: {"scale": layer.scale, "merged": layer.merged}
+        for name, layer in module.named_modules()
+        if isinstance(layer, LoRAExperts)
+    }
+
+
 def describe(
     engine: Any, tag: str, record: PendingGradientsRecord, expert_shapes: Mapping[str, tuple[int, ...]]
 ) -> Manifest:
@@ -103,6 +112,7 @@ def describe(
         model=_model_entry(module),
         optimizer=type(optimizer.optimizer).__name__,
         scheduler=None if engine.lr_scheduler is None else type(engine.lr_scheduler).__name__,
+        adapters=adapters_of(module),
         versions={"ruda_ds": ruda_ds.__version__, "deepspeed": deepspeed.__version__, "torch": torch.__version__},
     )
 
@@ -146,6 +156,7 @@ def check_run(engine: Any, manifest: Manifest, where: Path) -> None:
         "kind of window": (manifest.window["kind"], type(own).__name__),
         "accumulation dtype": (manifest.state.dtype, own.dtype),
         "loss_scale": (manifest.state.loss_scale, own.loss_scale),
+        "adapters": (manifest.adapters, adapters_of(engine.module)),
         "optimizer": (manifest.optimizer, type(optimizer.optimizer).__name__),
         "scheduler": (manifest.scheduler, scheduler),
         "number of parameter groups": (len(manifest.groups), len(groups)),

@@ -111,6 +111,8 @@ class Manifest:
         optimizer, scheduler: class names of the torch optimizer and the scheduler; None without one.
         versions: of ruda_ds, deepspeed and torch.
         files: name -> FileEntry; every file of the tag but the manifest.
+        adapters: module name of each LoRAExperts -> its "scale" (alpha / rank), and whether its cubes hold the adapters
+            ("merged").
     """
 
     tag: str
@@ -128,6 +130,7 @@ class Manifest:
     scheduler: str | None
     versions: dict[str, str]
     files: dict[str, FileEntry] = field(default_factory=dict)
+    adapters: dict[str, dict[str, Any]] = field(default_factory=dict)
 
     # --- reading and writing --------------------------------------------------------------------------------
 
@@ -159,6 +162,7 @@ class Manifest:
             found = raw.get("format"), raw.get("version")
             if found != (FORMAT, VERSION):
                 raise CheckpointError(f"{where}: format and version are {found}, expected {(FORMAT, VERSION)}")
+            raw.setdefault("adapters", {})
             known = {name: raw[name] for name in cls.__dataclass_fields__}
             model, experts = known["model"], known["experts"]
             known["model"] = ModelEntry(model["class"], model.get("config"), model.get("prefix", ""))

@@ -13,6 +13,7 @@ other way leads out of a collective that waits.
 from __future__ import annotations
 
 import atexit
+import contextlib
 import json
 import os
 import socket
@@ -21,6 +22,7 @@ import tempfile
 import threading
 import time
 import traceback
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -70,8 +72,11 @@ class Watchdog:
         self._beats = 0
         self._signs: dict[int, Sign] = {}
         self._stacks_sent = False
+        self._store_error = "the call did not return"
         self._stopped = threading.Event()
+        self._looked = time.monotonic()
         self._thread = threading.Thread(target=self._run, name="ruda_watchdog", daemon=True)
+        self._second = threading.Thread(target=self._watch_the_store, name="ruda_watchdog_store", daemon=True)
 
     @classmethod
     def of_this_process(cls, limit_s: float) -> Watchdog:
@@ -84,7 +89,9 @@ class Watchdog:
 
     def _start(self) -> Watchdog:
         self._beat()
+        self._looked = time.monotonic()
         self._thread.start()
+        self._second.start()
         atexit.register(self._at_exit)
         return self
 
@@ -96,10 +103,9 @@ class Watchdog:
             self._thread.join(2 * self.interval_s)
             self._say_goodbye()
 
-    # --- the thread -----------------------------------------------------------------------------------------
+    # --- the threads ----------------------------------------------------------------------------------------
 
     def _run(self) -> None:
-        unreachable_since: float | None = None
         while not self._stopped.wait(self.interval_s):
             if not dist.is_initialized():
                 self._stopped.set()
@@ -108,16 +114,19 @@ class Watchdog:
                 return
             try:
                 self._look()
-                unreachable_since = None
+                self._looked = time.monotonic()
             except (RuntimeError, dist.DistError) as error:
-                unreachable_since = unreachable_since or time.monotonic()
-                if time.monotonic() - unreachable_since >= self.patience_s / 2:
-                    first = str(error).strip().splitlines()[0][:160]
-                    self._end(
-                        f"rank 0, which keeps the rendezvous store, cannot be reached from rank {self.rank} "
-                        f"({self.host}), which stands in {PHASES.name}: it ended, or the network between them broke "
-                        f"[{first}]"
-                    )
+                self._store_error = str(error).strip().splitlines()[0][:160]
+
+    def _watch_the_store(self) -> None:
+        """In a thread of its own: a call to a store whose keeper is stopped never returns, whatever its time limit."""
+        while not self._stopped.wait(self.interval_s):
+            if time.monotonic() - self._looked > self.patience_s:
+                self._end(
+                    f"rank 0, which keeps the rendezvous store, has not answered rank {self.rank} (host {self.host}) "
+                    f"for {time.monotonic() - self._looked:.0f} s: it was killed or stopped, or its machine or the "
+                    f"network to it hangs [{self._store_error}]"
+                )
 
     def _look(self) -> None:
         word = word_of_failure(self._store)
@@ -238,17 +247,23 @@ class Watchdog:
         if reason is None or not dist.is_initialized():
             self._say_goodbye()
         elif not reason.startswith(RankLostError.__name__):  # that would be another one's failure, and known
-            try:
-                text = f"rank {self.rank} (host {self.host}) failed: {reason}"
-                announce_failure(self._store, [self.rank], text)
-            except (RuntimeError, dist.DistError):
-                return  # the store is gone, and with it those who could read
+            text = f"rank {self.rank} (host {self.host}) failed: {reason}"
+            self._tell(lambda: announce_failure(self._store, [self.rank], text))
 
     def _say_goodbye(self) -> None:
-        try:
-            self._store.set(f"{BEAT}{self.rank}", json.dumps({"host": self.host, "ended": True}))
-        except (RuntimeError, dist.DistError):
-            return
+        facts = json.dumps({"host": self.host, "ended": True})
+        self._tell(lambda: self._store.set(f"{BEAT}{self.rank}", facts))
+
+    def _tell(self, call: Callable[[], Any]) -> None:
+        """The last call to the store, which may be gone, or its keeper stopped: then nobody is told."""
+
+        def attempt() -> None:
+            with contextlib.suppress(RuntimeError, dist.DistError):
+                call()
+
+        last = threading.Thread(target=attempt, name="ruda_watchdog_last", daemon=True)
+        last.start()
+        last.join(2.0)
 
 
 def training_stack() -> str:

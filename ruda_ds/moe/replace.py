@@ -83,6 +83,11 @@ def replace_moe_blocks(
     """
     config: Any = getattr(model, "config", None)
     kind = getattr(config, "model_type", None)
+    if kind == "gpt_oss":
+        raise OwnershipError(
+            "model type is 'gpt_oss', whose experts are (up + 1) * gate * sigmoid(1.702 gate) with biases and a clamp; "
+            "expected SwiGLU: it can be converted (ruda-convert) and not trained here"
+        )
     if kind not in FAMILIES:
         raise OwnershipError(f"model type is {kind!r}, expected one of {', '.join(sorted(FAMILIES))}")
     if config.hidden_act != "silu":

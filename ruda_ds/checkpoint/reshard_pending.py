@@ -1,0 +1,126 @@
+"""The rank files of ours for other ranks: pending shards of the window, and counts of rows an expert."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from ruda_ds.checkpoint import hf, rank_files
+from ruda_ds.checkpoint.layout import Topology
+from ruda_ds.checkpoint.manifest import FileEntry, sha256_of
+from ruda_ds.checkpoint.reader import damaged
+from ruda_ds.checkpoint.recipes import Part, Recipe, Slice
+from ruda_ds.checkpoint.source import TrainingSource
+from ruda_ds.checkpoint.writer import sync_file
+
+
+class PendingSource:
+    """The pending shards of all ranks as whole tensors of the parameters that the window has touched.
+
+    Args:
+        source: the checkpoint; with a manifest.
+
+    Raises:
+        CheckpointError: a file that is missing or of another rank or window, or a shard that only some owners have.
+    """
+
+    def __init__(self, source: TrainingSource) -> None:
+        self.source = source
+        self.metadata: dict[str, str] = {}
+        self.parts: dict[str, list[tuple[int, int, hf.Entry]]] = {}
+        lacking: dict[str, Path] = {}
+        assert source.manifest is not None
+        for rank in range(source.world_size):
+            path = source.folder / rank_files.pending_name(rank, source.world_size)
+            entries, metadata = hf.read_header(path)
+            rank_files.check_pending(path, metadata, rank, source.world_size, source.manifest.window)
+            self.metadata = metadata
+            for name in entries:
+                if name not in source.known:
+                    raise damaged(path, "shards of the model's parameters", name)
+            for name, known in source.known.items():
+                begin, end = source.topology.held(known.logical, rank)
+                if end == begin or not known.trained:
+                    continue
+                if name not in entries:
+                    lacking[name] = path
+                    continue
+                if entries[name].shape != (end - begin,):
+                    raise damaged(path, f"{end - begin} elements of {name}", str(entries[name].shape))
+                self.parts.setdefault(name, []).append((begin, end, entries[name]))
+        for name in self.parts:
+            if name in lacking:
+                raise damaged(lacking[name], f"a pending shard of {name}, as other owners have", "none")
+            self.parts[name].sort(key=lambda part: part[0])
+
+    def shapes(self) -> dict[str, tuple[int, ...]]:
+        """See Source."""
+        return {name: (parts[-1][1],) for name, parts in self.parts.items()}
+
+    def dtype(self, name: str) -> torch.dtype:
+        """See Source."""
+        return self.parts[name][0][2].dtype
+
+    def read(self, name: str, start: int, count: int) -> torch.Tensor:
+        """See Source."""
+        found = []
+        for first, last, entry in self.parts[name]:
+            begin, end = max(start, first), min(start + count, last)
+            if end > begin:
+                found.append(hf.SafetensorsSource({name: entry}).read(name, begin - first, end - begin))
+        return found[0] if len(found) == 1 else torch.cat(found)
+
+
+def shard(source: TrainingSource, pending: PendingSource, topology: Topology, rank: int) -> hf.Shard:
+    """A target rank's file of pending shards."""
+    tensors = []
+    for name in pending.parts:
+        begin, end = topology.held(source.known[name].logical, rank)
+        parts = (Part((Slice(name, begin, end - begin),)),) if end > begin else ()
+        tensors.append((Recipe(name, (end - begin,), parts), pending.dtype(name)))
+    return hf.Shard(rank_files.pending_name(rank, topology.world_size), tuple(tensors))
+
+
+def files(source: TrainingSource, topology: Topology) -> list[tuple[str, int, int]]:
+    """(name, bytes of tensors, tensors) of the files of pending shards; none without a manifest."""
+    if source.manifest is None:
+        return []
+    pending = PendingSource(source)
+    shards = [shard(source, pending, topology, rank) for rank in range(topology.world_size)]
+    return [(made.name, made.nbytes, len(made.tensors)) for made in shards]
+
+
+def write(
+    folder: Path, source: TrainingSource, topology: Topology, advance: Callable[[int], None]
+) -> dict[str, FileEntry]:
+    """Write the rank files of ours for the target; their sizes and checksums."""
+    pending = PendingSource(source)
+    counts = _counts(source)
+    paths = []
+    for rank in range(topology.world_size):
+        made = shard(source, pending, topology, rank)
+        metadata = {**pending.metadata, "rank": str(rank), "world_size": str(topology.world_size)}
+        hf.write_shard(folder, made, pending, metadata, advance, allow_empty=True)
+        other = folder / rank_files.rank_name(rank, topology.world_size)
+        own = counts if rank == 0 else {name: [0] * len(rows) for name, rows in counts.items()}
+        rank_files.write_rank(other, rank, topology.world_size, {"rng": None, "expert_counts": own, "fragments": None})
+        sync_file(other)
+        paths += [folder / made.name, other]
+    return {path.name: FileEntry(path.stat().st_size, sha256_of(path)) for path in paths}
+
+
+def _counts(source: TrainingSource) -> dict[str, list[int]]:
+    """Rows of each expert since the counts were last taken, over all ranks."""
+    total: dict[str, list[int]] = {}
+    for rank in range(source.world_size):
+        path = source.folder / rank_files.rank_name(rank, source.world_size)
+        if not path.exists():
+            continue
+        content: dict[str, Any] = rank_files.read_rank(path, rank, source.world_size)
+        for name, rows in content["expert_counts"].items():
+            before = total.get(name, [0] * len(rows))
+            total[name] = [a + b for a, b in zip(before, rows, strict=True)]
+    return total
