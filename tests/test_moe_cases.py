@@ -29,11 +29,12 @@ def outputs(prefix, dtype_name, backend):
     return out.detach(), x.grad
 
 
+@pytest.mark.parametrize("backend", ["reference", "cpu"])
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-def test_every_ownership_of_the_same_ranks_gives_the_same_bits(dtype):
-    wanted = run_ranks(outputs, 2, [0, 4, 8], dtype, "reference")
+def test_every_ownership_of_the_same_ranks_gives_the_same_bits(dtype, backend):
+    wanted = run_ranks(outputs, 2, [0, 4, 8], dtype, backend)
     for prefix in ([0, 1, 8], [0, 0, 8], [0, 7, 8]):
-        for found, expected in zip(run_ranks(outputs, 2, prefix, dtype, "reference"), wanted, strict=True):
+        for found, expected in zip(run_ranks(outputs, 2, prefix, dtype, backend), wanted, strict=True):
             assert torch.equal(found[0], expected[0])
             assert torch.equal(found[1], expected[1])
 

@@ -149,6 +149,27 @@ def test_inference_runs_the_same_path_and_saves_nothing():
     assert run_ranks(inference, 2, timeout_s=LIMIT_S) == [(True, False)] * 2
 
 
+def other_layer():
+    """Rank 1 skips the first of two layers of the same shape."""
+    rank = dist.get_rank()
+    layers = torch.nn.ModuleList([layer_of(rank), layer_of(rank)])
+    for number, layer in enumerate(layers):
+        layer.number = number  # as chain_exchanges does
+    x = tokens([4, 3], 12, torch.float32)[rank]
+    layers[0](x)
+    try:
+        layers[rank](x)
+    except ExpertProtocolError as error:
+        return str(error)
+    return None
+
+
+def test_ranks_in_different_layers_are_told_apart():
+    said = run_ranks(other_layer, 2, timeout_s=LIMIT_S)
+    assert said[0] == said[1]
+    assert "rank 1 of the expert-parallel group: it stands in expert layer 1, call 1; rank 0 in layer 0, call 2" in said[0]
+
+
 class Dies(torch.nn.Module):
     """Experts that end rank 1's process, by a signal or by an exception that nobody catches, in forward or backward."""
 
@@ -176,6 +197,7 @@ class Dies(torch.nn.Module):
 
 def dies(folder, when, how, engine):
     """Rank 1 of three dies; the survivors write down what they raise."""
+    os.chdir(folder)  # where a watchdog leaves its file
     rank = dist.get_rank()
     layer = make_layer([0, 3, 4, 8], rank, MoEOptions(top_k=2), None if engine else dist.group.WORLD)
     layer.experts = Dies(layer.experts, when, how)
@@ -198,7 +220,7 @@ def dies(folder, when, how, engine):
         said = f"lost {error.ranks}"
     except Exception as error:
         said = f"{type(error).__name__}: {error}"
-    (Path(folder) / str(rank)).write_text(said)
+    Path(f"said_{rank}").write_text(said)
 
 
 @pytest.mark.parametrize("engine", [False, True], ids=["plain group", "ZeRO-3 engine"])
@@ -209,7 +231,8 @@ def dies(folder, when, how, engine):
 def test_a_rank_that_dies_is_named_by_every_survivor(tmp_path, when, how, engine):
     with pytest.raises(RankFailedError, match="rank 1 of 3 failed"):
         run_ranks(dies, 3, tmp_path, when, how, engine, timeout_s=LIMIT_S, grace_s=LIMIT_S)
-    assert {path.name: path.read_text() for path in tmp_path.iterdir()} == {"0": "lost [1]", "2": "lost [1]"}
+    said = {path.name: path.read_text() for path in tmp_path.glob("said_*")}
+    assert said == {"said_0": "lost [1]", "said_2": "lost [1]"}
 
 
 def checkpointed(kind):

@@ -17,11 +17,16 @@ def loss_of(output: torch.Tensor, logits: torch.Tensor) -> torch.Tensor:
 
 
 def compare(prefix, options, dtype_name, counts, forced, bias=None):
-    """Largest relative errors of this rank's share against the reference, which every rank computes for itself."""
+    """Largest relative errors of this rank's share against the reference, which every rank computes for itself.
+
+    Where the ownership is of fewer ranks than there are, each group of so many ranks has all experts.
+    """
     dtype = getattr(torch, dtype_name)
-    rank, world = dist.get_rank(), dist.get_world_size()
+    rank, ep_size = dist.get_rank(), len(prefix) - 1
     bias = None if bias is None else torch.tensor(bias)
-    layer = make_layer(prefix, rank, options, dist.group.WORLD, dtype, bias=bias)
+    groups = [dist.new_group(range(first, first + ep_size)) for first in range(0, dist.get_world_size(), ep_size)]
+    group = groups[rank // ep_size]
+    layer = make_layer(prefix, rank % ep_size, options, group, dtype, bias=bias)
     reference = make_layer([0, prefix[-1]], 0, options, alone(), dtype, bias=bias)
     if forced:  # everybody's tokens to expert 0
         for module in (layer, reference):
@@ -46,13 +51,15 @@ def compare(prefix, options, dtype_name, counts, forced, bias=None):
     router = layer.router.weight.grad.clone() if layer.router.weight.grad is not None else torch.zeros(())
     dist.all_reduce(router)
     errors["router"] = relative(router, reference.router.weight.grad)
-    owned = layer.experts.ownership.range(rank)
-    if owned:
-        for name in ("gate", "up", "down"):
-            found = getattr(layer.experts, name).grad
-            expected = getattr(reference.experts, name).grad[owned.start : owned.stop]
-            errors[name] = relative(torch.zeros_like(expected) if found is None else found, expected)
-    if sum(out.sent_rows) != counts[rank] * options.top_k or len(out.received_rows) != world:
+    owned = layer.experts.ownership.range(rank % ep_size)
+    holders = [dist.new_group(range(place, dist.get_world_size(), ep_size)) for place in range(ep_size)]
+    for name in ("gate", "up", "down") if owned else ():
+        found = getattr(layer.experts, name).grad
+        expected = getattr(reference.experts, name).grad[owned.start : owned.stop]
+        found = torch.zeros_like(expected) if found is None else found
+        dist.all_reduce(found, group=holders[rank % ep_size])  # over those that hold a copy
+        errors[name] = relative(found, expected)
+    if sum(out.sent_rows) != counts[rank] * options.top_k or len(out.received_rows) != ep_size:
         errors["rows"] = 1.0
     return errors
 
@@ -86,6 +93,15 @@ def test_odd_numbers_of_experts_and_of_choices(prefix, top_k):
     counts = [4, 0, 3, 2][: len(prefix) - 1]
     for errors in run_ranks(compare, len(prefix) - 1, prefix, MoEOptions(top_k=top_k), "float64", counts, False):
         assert max(errors.values()) <= 1e-12, errors
+
+
+@pytest.mark.parametrize("top_k", [1, 2, 8])
+@pytest.mark.parametrize("selection", ["softmax", "sigmoid_grouped"])
+def test_two_groups_of_two_ranks(selection, top_k):
+    options = MoEOptions(top_k=top_k, selection=selection, scoring="sigmoid" if top_k == 2 else "softmax")
+    for prefix in ([0, 3, 8], [0, 0, 8]):
+        for errors in run_ranks(compare, 4, prefix, options, "float64", [2, 0, 3, 4], False):
+            assert max(errors.values()) <= 1e-12, errors
 
 
 def test_all_tokens_to_one_expert():

@@ -18,8 +18,11 @@ def chain_exchanges(model: torch.nn.Module) -> bool:
 
     A loss made of any output then runs the backward of every exchange of that forward, on every rank.
     """
-    if not any(isinstance(module, ExpertParallelMoE) for module in model.modules()):
+    layers = [module for module in model.modules() if isinstance(module, ExpertParallelMoE)]
+    if not layers:
         return False
+    for number, layer in enumerate(layers):
+        layer.number = number
     if getattr(model, "exchanges_are_chained", False):
         return True
     model.exchanges_are_chained = True  # type: ignore[assignment]

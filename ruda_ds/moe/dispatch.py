@@ -10,6 +10,9 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+from torch.profiler import record_function
+
+from ruda_ds.ops.rows import combine_rows, combine_rows_backward, sum_rows
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -44,20 +47,18 @@ class Gather(torch.autograd.Function):
     """Rows [R, H] out of tokens [T, H]; the backward adds a token's K gradients in ascending expert order."""
 
     @staticmethod
-    def forward(ctx: Any, x: torch.Tensor, tokens: torch.Tensor, slots: torch.Tensor) -> torch.Tensor:
-        """``x[tokens]``."""
+    def forward(ctx: Any, x: torch.Tensor, tokens: torch.Tensor, slots: torch.Tensor, compiled: bool) -> torch.Tensor:
+        """``x[tokens]``; ``compiled``: see ops/rows.py."""
         ctx.save_for_backward(slots)
+        ctx.compiled = compiled
         return x.index_select(0, tokens)
 
     @staticmethod
-    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, None, None]:
+    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, None, None, None]:
         """Sum over K, in float32 or wider."""
         (slots,) = ctx.saved_tensors
-        wide = torch.promote_types(gradient.dtype, torch.float32)
-        total = torch.zeros(slots.shape[0], gradient.shape[1], dtype=wide, device=gradient.device)
-        for column in slots.unbind(1):
-            total += gradient.index_select(0, column)
-        return total.to(gradient.dtype), None, None
+        with record_function("ruda.backward.dispatch"):
+            return sum_rows(gradient, slots, ctx.compiled), None, None, None
 
 
 class Combine(torch.autograd.Function):
@@ -75,33 +76,22 @@ class Combine(torch.autograd.Function):
         slots: torch.Tensor,
         term: torch.Tensor,
         account: Callable[[], float],
+        compiled: bool,
     ) -> torch.Tensor:
-        """The weighted sum, in the rows' dtype."""
+        """The weighted sum, in the rows' dtype; ``compiled``: see ops/rows.py."""
         ctx.save_for_backward(rows, weights, slots)
-        ctx.account, ctx.like = account, (term.dtype, term.device)
-        wide = torch.promote_types(rows.dtype, torch.float32)
-        total = torch.zeros(slots.shape[0], rows.shape[1], dtype=wide, device=rows.device)
-        for k, column in enumerate(slots.unbind(1)):
-            total.addcmul_(rows.index_select(0, column).to(wide), weights[:, k : k + 1].to(wide))
-        return total.to(rows.dtype)
+        ctx.account, ctx.like, ctx.compiled = account, (term.dtype, term.device), compiled
+        return combine_rows(rows, weights, slots, compiled)
 
     @staticmethod
     def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         """Each row's gradient is written once; a weight's is a dot product in float32 or wider."""
-        rows, weights, slots = ctx.saved_tensors
-        wide = torch.promote_types(rows.dtype, torch.float32)
-        upstream = gradient.to(wide)
-        row_gradient = torch.empty_like(rows) if ctx.needs_input_grad[0] else None
-        weight_gradient = torch.empty_like(weights) if ctx.needs_input_grad[1] else None
-        for k, column in enumerate(slots.unbind(1)):
-            if row_gradient is not None:
-                row_gradient.index_copy_(0, column, (upstream * weights[:, k : k + 1].to(wide)).to(rows.dtype))
-            if weight_gradient is not None:
-                products = upstream * rows.index_select(0, column).to(wide)
-                weight_gradient[:, k] = products.sum(1).to(weights.dtype)
-        dtype, device = ctx.like
-        term_gradient = torch.tensor(ctx.account(), dtype=dtype, device=device)
-        return row_gradient, weight_gradient, None, term_gradient, None
+        with record_function("ruda.backward.combine"):
+            rows, weights, slots = ctx.saved_tensors
+            row_gradient, weight_gradient = combine_rows_backward(gradient, rows, weights, slots, ctx.compiled)
+            dtype, device = ctx.like
+            term_gradient = torch.tensor(ctx.account(), dtype=dtype, device=device)
+        return row_gradient, weight_gradient, None, term_gradient, None, None
 
 
 class Reorder(torch.autograd.Function):
@@ -117,23 +107,26 @@ class Reorder(torch.autograd.Function):
     def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, None]:
         """The inverse order."""
         (order,) = ctx.saved_tensors
-        return torch.empty_like(gradient).index_copy_(0, order, gradient), None
+        with record_function("ruda.backward.dispatch"):
+            return torch.empty_like(gradient).index_copy_(0, order, gradient), None
 
 
 class Spread(torch.autograd.Function):
-    """Rows [R, H] at distinct places of a zero [size, H]."""
+    """Rows [R, H] at distinct places of a [size, H]; the places that are left over are zero."""
 
     @staticmethod
-    def forward(ctx: Any, rows: torch.Tensor, places: torch.Tensor, size: int) -> torch.Tensor:
-        """[size, H]."""
+    def forward(ctx: Any, rows: torch.Tensor, places: torch.Tensor, empty: torch.Tensor) -> torch.Tensor:
+        """[R + len(empty), H]; ``empty`` are the places that are left over."""
         ctx.save_for_backward(places)
-        return rows.new_zeros(size, rows.shape[1]).index_copy_(0, places, rows)
+        spread = rows.new_empty(len(places) + len(empty), rows.shape[1])
+        return spread.index_fill_(0, empty, 0).index_copy_(0, places, rows)
 
     @staticmethod
     def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, None, None]:
         """The rows back."""
         (places,) = ctx.saved_tensors
-        return gradient.index_select(0, places), None, None
+        with record_function("ruda.backward.dispatch"):
+            return gradient.index_select(0, places), None, None
 
 
 def regroup(table: torch.Tensor) -> torch.Tensor:

@@ -13,6 +13,7 @@ from typing import Any, cast
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
+from torch.profiler import record_function
 
 from ruda_ds import _deepspeed
 from ruda_ds.comm.exchange import (
@@ -26,11 +27,12 @@ from ruda_ds.comm.exchange import (
 from ruda_ds.comm.groups import expert_groups
 from ruda_ds.comm.scope import current_scope
 from ruda_ds.errors import NonFiniteError, OwnershipError
-from ruda_ds.moe.dispatch import Combine, Gather, Reorder, Spread, regroup, sort_by_expert
+from ruda_ds.moe.dispatch import Combine, Dispatch, Gather, Reorder, Spread, regroup, sort_by_expert
 from ruda_ds.moe.experts import ReceivedExperts
 from ruda_ds.moe.losses import router_losses
 from ruda_ds.moe.options import MoEOptions
 from ruda_ds.moe.router import choose
+from ruda_ds.ops.rows import is_compiled
 
 
 @dataclass(frozen=True)
@@ -50,6 +52,19 @@ class ExpertParallelMoEOutput:
     selected_experts: torch.Tensor
     sent_rows: list[int]
     received_rows: list[int]
+
+
+@dataclass(frozen=True)
+class _Routed:
+    """Rows ready to be sent, and what all ranks have told each other of theirs."""
+
+    dispatch: Dispatch
+    rows: torch.Tensor
+    weights: torch.Tensor
+    logits: torch.Tensor
+    experts: torch.Tensor
+    header: Header
+    sent: list[int]
 
 
 def _track(x: torch.Tensor) -> torch.Tensor:
@@ -133,6 +148,8 @@ class ExpertParallelMoE(torch.nn.Module):
         counts = torch.zeros(experts.ownership.num_experts, dtype=torch.int64)
         self.register_buffer("expert_counts", counts, persistent=False)
         self.counting = True
+        # Of the layer in its model; chain_exchanges numbers them. With the calls, it tells exchanges apart.
+        self.number, self._calls = 0, 0
         # Rows of each expert by token in the window before; see [Note: losses from global counts].
         shares = torch.full((experts.ownership.num_experts,), self.options.top_k / experts.ownership.num_experts)
         self.register_buffer("expert_shares", shares if self.options.balance_loss else None)
@@ -184,27 +201,22 @@ class ExpertParallelMoE(torch.nn.Module):
             raise OwnershipError(
                 "the layer has no process group: make an engine with DeepSpeed first, or pass group= to the constructor"
             )
-        owned = self.experts.ownership.counts
-        try:
-            routed = self._route(x)
-            counts, status = routed[0].counts.tolist(), Status.READY
-        except Exception as error:
-            counts, status = [0] * sum(owned), status_of(error)
-            self._exchange_headers(counts, status, owned)  # raises ExpertProtocolError on every rank
-            raise
-        header = self._exchange_headers(counts, status, owned)
-        dispatch, rows, weights, logits, experts = routed
-        prefix = self.experts.ownership.prefix
-        sent = [sum(counts[start:stop]) for start, stop in pairwise(prefix)]
-        arrived = exchange_rows(rows, sent, header.received, tracked=header.tracked, group=self.group)
+        routed = self._route_or_tell(x)
+        dispatch, weights, logits, experts = routed.dispatch, routed.weights, routed.logits, routed.experts
+        sent, header = routed.sent, routed.header
+        with record_function("ruda.exchange"):
+            arrived = exchange_rows(routed.rows, sent, header.received, tracked=header.tracked, group=self.group)
         results = self._compute(arrived, header)
-        returned = exchange_results(
-            results, header.received, sent, like=arrived, tracked=header.tracked, group=self.group
-        )
-        # Each owner's block of results ends in its status, so rows stand as many places further as owners precede.
-        owners = torch.bucketize(experts, self._owner_ends.to(experts.device), right=True)
-        term, account = self._accounted(logits, dispatch.counts)
-        output = Combine.apply(returned, weights, dispatch.slots + owners, term, account).view(x.shape)
+        with record_function("ruda.return"):
+            returned = exchange_results(
+                results, header.received, sent, like=arrived, tracked=header.tracked, group=self.group
+            )
+        with record_function("ruda.combine"):
+            # Each owner's block of results ends in its status, so rows stand as many places further as owners precede.
+            owners = torch.bucketize(experts, self._owner_ends.to(experts.device), right=True)
+            term, account = self._accounted(logits, dispatch.counts)
+            compiled = is_compiled(self.options.backend, returned)
+            output = Combine.apply(returned, weights, dispatch.slots + owners, term, account, compiled).view(x.shape)
         scope = current_scope()
         if scope is not None:
             scope.keep(output)
@@ -234,6 +246,21 @@ class ExpertParallelMoE(torch.nn.Module):
 
         return term, account
 
+    def _route_or_tell(self, x: torch.Tensor) -> _Routed:
+        """Route, and exchange headers; an error of this rank is told to all of the group, and raised on all."""
+        number_of_experts = self.experts.ownership.num_experts
+        self._calls += 1
+        try:
+            dispatch, rows, weights, logits, experts = self._route(x)
+        except Exception as error:
+            device = next(iter(self.experts.named_parameters()))[1].device
+            nothing = torch.zeros(number_of_experts, dtype=torch.int64, device=device)
+            self._exchange_headers(nothing, status_of(error))  # raises ExpertProtocolError on every rank
+            raise
+        header = self._exchange_headers(dispatch.counts, Status.READY)
+        sent = [sum(header.own_counts[start:stop]) for start, stop in pairwise(self.experts.ownership.prefix)]
+        return _Routed(dispatch, rows, weights, logits, experts, header, sent)
+
     def _route(self, x: torch.Tensor) -> tuple:
         hidden = self.experts.dimensions[1]
         if not isinstance(x, torch.Tensor):
@@ -245,35 +272,46 @@ class ExpertParallelMoE(torch.nn.Module):
         if self.options.check_finite and not torch.isfinite(x).all():
             raise NonFiniteError(f"the layer's input {tuple(x.shape)} holds NaN or Inf, expected finite numbers")
         flat = _track(x).reshape(-1, hidden)
-        logits = self.router(flat if self.router_input_dtype is None else flat.to(self.router_input_dtype))
-        experts, weights = choose(logits, self.options, self.correction_bias)
-        dispatch = sort_by_expert(experts, self.experts.ownership.num_experts)
-        return dispatch, Gather.apply(flat, dispatch.tokens, dispatch.slots), weights, logits, experts
+        with record_function("ruda.router"):
+            logits = self.router(flat if self.router_input_dtype is None else flat.to(self.router_input_dtype))
+            experts, weights = choose(logits, self.options, self.correction_bias)
+        with record_function("ruda.dispatch"):
+            dispatch = sort_by_expert(experts, self.experts.ownership.num_experts)
+            rows = Gather.apply(flat, dispatch.tokens, dispatch.slots, is_compiled(self.options.backend, flat))
+            return dispatch, rows, weights, logits, experts
 
-    def _exchange_headers(self, counts: list[int], status: Status, owned: tuple[int, ...]) -> Any:
+    def _exchange_headers(self, counts: torch.Tensor, status: Status) -> Header:
         assert self.group is not None
-        return exchange_headers(
-            counts,
-            owned,
-            tracked=torch.is_grad_enabled(),
-            dtype=self.experts.dtype,
-            width=self.experts.dimensions[1],
-            status=status,
-            group=self.group,
-            device=next(iter(self.experts.named_parameters()))[1].device,
-        )
+        with record_function("ruda.header"):
+            return exchange_headers(
+                counts,
+                self.experts.ownership.counts,
+                tracked=torch.is_grad_enabled(),
+                dtype=self.experts.dtype,
+                width=self.experts.dimensions[1],
+                status=status,
+                place=(self.number, self._calls),
+                group=self.group,
+            )
 
     def _compute(self, arrived: torch.Tensor, header: Header) -> torch.Tensor | Exception:
         """Rows that arrived by rank, each rank's by expert -> results laid out for the way back, or what went wrong."""
-        table = torch.tensor(header.counts, dtype=torch.int64).view(len(header.counts), -1)  # [P, L]
-        offsets = torch.zeros(table.shape[1] + 1, dtype=torch.int64)
-        torch.cumsum(table.sum(0), 0, out=offsets[1:])
-        order = regroup(table)
-        places = order + torch.repeat_interleave(torch.arange(len(table)), table.sum(1))[order]
-        offsets, order, places = (index.to(arrived.device) for index in (offsets, order, places))
+        with record_function("ruda.dispatch"):
+            table = torch.tensor(header.counts, dtype=torch.int64).view(len(header.counts), -1)  # [P, L]
+            offsets = torch.zeros(table.shape[1] + 1, dtype=torch.int64)
+            torch.cumsum(table.sum(0), 0, out=offsets[1:])
+            order = regroup(table)
+            received = table.sum(1)
+            # Each rank's block of results ends in a row for the status.
+            places = order + torch.repeat_interleave(torch.arange(len(table)), received)[order]
+            ends = (received + 1).cumsum(0) - 1
+            offsets, order, places, ends = (index.to(arrived.device) for index in (offsets, order, places, ends))
         try:
-            rows = Reorder.apply(arrived, order) if min(table.shape) > 1 else arrived
-            computed = self.experts(rows, offsets, self.options.backend)
-            return Spread.apply(computed, places, len(places) + len(table))
+            with record_function("ruda.dispatch"):
+                rows = Reorder.apply(arrived, order) if min(table.shape) > 1 else arrived
+            with record_function("ruda.experts"):
+                computed = self.experts(rows, offsets, self.options.backend)
+            with record_function("ruda.dispatch"):
+                return Spread.apply(computed, places, ends)
         except Exception as error:
             return error

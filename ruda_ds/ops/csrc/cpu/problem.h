@@ -1,0 +1,81 @@
+// What a task of the fused experts is told: plain pointers and sizes, no torch.
+//
+// Letters: R rows sorted by expert, L experts, H hidden width, F expert width.
+#pragma once
+
+#include <cstdint>
+
+namespace ruda::cpu {
+
+// One 32-bit unit of a packed operand: a float, or the bf16 of two neighbouring k.
+using Word = std::uint32_t;
+
+struct Bf16 {
+  std::uint16_t bits;
+};
+
+enum class Scalar { f32, bf16 };
+
+// Rows of a register tile and lanes of a packed panel.
+constexpr long kTileRows = 6;
+constexpr long kPanel = 64;
+
+// Steps (of one word) that are packed at a time: a panel of them, 256 KiB, stays in the second-level cache.
+constexpr long kPackedSteps = 1024;
+// Rows whose sums are kept in memory where a product has more than kPackedSteps steps.
+constexpr long kKeptRows = 1020;
+// Words of a packed block of wgrad's left operand, and its most columns.
+constexpr long kBlockWords = 96 * 1024;
+constexpr long kBlockColumns = 32 * kTileRows;
+
+// All tensors are contiguous. Null: not wanted.
+struct Problem {
+  Scalar scalar;
+  long rows, experts, hidden, inner;
+  const std::int64_t* offsets;  // [L + 1]
+  const void* x;                // [R, H]
+  const void* gate;             // [L, F, H]
+  const void* up;               // [L, F, H]
+  const void* down;             // [L, H, F]
+  void* preactivation;          // [R, 2 F], gate then up; written by the forward pass, read by the backward pass
+  void* activation;             // [R, F], silu(gate x) * up x
+  void* output;                 // [R, H]
+  const void* gradient;         // [R, H], of the output
+  void* preactivation_gradient;  // [R, 2 F]
+  void* x_gradient;              // [R, H]
+  // Gradients of gate, up and down. ``add``: float32, added to; else in the scalar's type, overwritten.
+  void* weight_gradient[3];
+  bool add[3];
+};
+
+enum class Kind : int {
+  forward_inner,    // columns of the activation
+  forward_output,   // columns of the output
+  backward_inner,   // columns of the activation, recomputed, and of the pre-activation's gradient
+  backward_rows,    // columns of the rows' gradient
+  backward_outer,   // rows of one expert's [gate; up] gradient
+  backward_down,    // rows of one expert's down gradient
+};
+
+struct Task {
+  Kind kind;
+  int expert;
+  long first, count;  // columns, or rows of a weight gradient
+  long row, rows;     // of this expert's rows, counted from the first of all
+};
+
+// Does one task, and brings near what this thread's next one (null: none) packs. ``scratch`` is scratch_bytes() long,
+// and this thread's own.
+using RunTask = void (*)(const Problem&, const Task&, const Task* next, char* scratch);
+
+// Of the best instruction set that this CPU and RUDA_CPU_LEVEL allow.
+struct Kernels {
+  const char* name;
+  RunTask run;
+};
+const Kernels& kernels();
+// By name ("avx512_bf16", "avx512", "avx2", "portable"); null where this CPU lacks it.
+const Kernels* kernels_named(const char* name);
+void choose_kernels(const Kernels& chosen);
+
+}  // namespace ruda::cpu
