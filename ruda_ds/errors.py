@@ -132,6 +132,6 @@ class RankLostError(RudaError):
         self.phase = phase
         who = f"rank {ranks[0]} is" if len(ranks) == 1 else f"ranks {ranks} are" if ranks else "another rank is"
         super().__init__(
-            f"{who} gone (killed, ended or cut off) while this rank was in {phase}: {word}. End the job and resume from "
-            "the last checkpoint"
+            f"{who} gone (killed, ended or cut off) while this rank was in {phase}: {word}. End the job and resume "
+            "from the last checkpoint"
         )
