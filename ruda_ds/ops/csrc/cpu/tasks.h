@@ -27,13 +27,6 @@ INLINE void add_sums(float* to, const float* sums, long lanes) {
     store_part(to + lane, load_part(to + lane, lanes - lane) + load(sums + lane), lanes - lane);
 }
 
-// Whole panels of a large result that nobody reads soon: past the caches, where they are aligned.
-template <class T>
-INLINE void stream_sums(T* to, const float* sums, long lanes) {
-  if (lanes < kPanel || reinterpret_cast<std::uintptr_t>(to) % 64) return store_sums(to, sums, lanes);
-  stream_panel(to, sums);
-}
-
 template <class T>
 struct Tasks {
   const Problem& p;
@@ -202,7 +195,7 @@ struct Tasks {
         if (p.add[to.which])
           add_sums(out<float>(p.weight_gradient[to.which], to.at), sums, lanes);
         else
-          stream_sums(out(p.weight_gradient[to.which], to.at), sums, lanes);
+          store_sums(out(p.weight_gradient[to.which], to.at), sums, lanes);
       }
     };
     const T* const from = in(left, task.row * left_width + task.first);
@@ -229,5 +222,4 @@ void run(const Problem& problem, const Task& task, const Task* next, char* memor
     Tasks<Bf16>{problem, task, next, Scratch(memory)}.run();
   else
     Tasks<float>{problem, task, next, Scratch(memory)}.run();
-  finish_streams();
 }

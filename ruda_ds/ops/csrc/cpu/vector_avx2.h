@@ -63,12 +63,6 @@ INLINE void store(Bf16* p, Vec x) {
   _mm256_storeu_si256(reinterpret_cast<__m256i*>(p), _mm256_permute4x64_epi64(mixed, 0xd8));
 }
 
-template <class T>
-INLINE void stream_panel(T* p, const float* sums) {
-  for (int lane = 0; lane < 64; lane += 16) store(p + lane, load(sums + lane));
-}
-INLINE void finish_streams() {}
-
 INLINE Vec broadcast_word(const void* p) {
   int word;
   __builtin_memcpy(&word, p, 4);

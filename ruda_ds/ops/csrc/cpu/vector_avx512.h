@@ -46,19 +46,6 @@ INLINE __m256i to_bits(Vec x) {
 #endif
 INLINE void store(Bf16* p, Vec x) { _mm256_storeu_si256(reinterpret_cast<__m256i*>(p), to_bits(x)); }
 
-// 64 lanes to an address at a multiple of 64 bytes, past the caches.
-INLINE void stream_panel(float* p, const float* sums) {
-  for (int lane = 0; lane < 64; lane += 16) _mm512_stream_ps(p + lane, load(sums + lane).v);
-}
-INLINE void stream_panel(Bf16* p, const float* sums) {
-  for (int lane = 0; lane < 64; lane += 32) {
-    const __m512i low = _mm512_castsi256_si512(to_bits(load(sums + lane)));
-    const __m512i both = _mm512_inserti64x4(low, to_bits(load(sums + lane + 16)), 1);
-    _mm512_stream_si512(reinterpret_cast<__m512i*>(p + lane), both);
-  }
-}
-INLINE void finish_streams() { _mm_sfence(); }
-
 INLINE Vec broadcast_word(const void* p) {
   int word;
   __builtin_memcpy(&word, p, 4);

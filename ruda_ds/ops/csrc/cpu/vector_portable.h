@@ -79,12 +79,6 @@ INLINE void store(Bf16* p, const Vec& x) {
   }
 }
 
-template <class T>
-INLINE void stream_panel(T* p, const float* sums) {
-  for (int lane = 0; lane < 64; lane += 16) store(p + lane, load(sums + lane));
-}
-INLINE void finish_streams() {}
-
 INLINE Vec broadcast_word(const void* p) {
   Word word;
   __builtin_memcpy(&word, p, 4);
