@@ -295,6 +295,7 @@ def end_mpi_job() -> None:
         from mpi4py import MPI
 
         if MPI.COMM_WORLD.size > 1:
+            time.sleep(5)  # the others are to say first who failed
             MPI.COMM_WORLD.Abort(1)
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import contextlib
 import copy
+import importlib
 import importlib.metadata
 import io
 import json
@@ -248,10 +249,17 @@ def format_section(title: str, values: Mapping[str, str] | list[str]) -> str:
 
 def main(arguments: list[str] | None = None) -> int:
     """The command; 1 if something is not supported or a config is refused."""
+    words = list(sys.argv[1:] if arguments is None else arguments)
+    for flag, name in (("--cluster", "cluster"), ("--plan", "plan")):
+        if flag in words:
+            words.remove(flag)
+            return importlib.import_module(f"ruda_ds.cli.{name}").main(words)
     parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--cluster", action="store_true", help="under a launcher: check and measure all hosts")
+    parser.add_argument("--plan", action="store_true", help="memory and traffic of a run that is not there yet")
     parser.add_argument("--deepspeed_config", metavar="FILE", help="a DeepSpeed JSON to look at")
     parser.add_argument("--json", action="store_true", help="print one JSON object, without the table of operators")
-    args = parser.parse_args(arguments)
+    args = parser.parse_args(words)
     report: dict[str, Any] = {"versions": versions()}
     with deepspeed_notes_aside():
         report |= {"machine": machine(), "support": support(), "fused experts": compiled_experts()}
