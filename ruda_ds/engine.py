@@ -45,6 +45,7 @@ def initialize(args: Any = None, **keywords: Any) -> tuple[Any, Any, Any, Any]:
     if given is not None:
         keywords["config"] = config.complete(_deepspeed.load_config(given))
         deepspeed.init_distributed()
+        _deepspeed.forget_shared_memory_buffer()
         _watch(config.check(keywords["config"]).timeout_s)  # from here on: a rank may be lost while engines are made
         if isinstance(model, torch.nn.Module):
             split_experts(model, config.check(keywords["config"]).experts, keywords.get("optimizer"))

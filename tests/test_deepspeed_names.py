@@ -1,6 +1,7 @@
 """The installed DeepSpeed is one whose internals we know; these fail when a new version moves one of them."""
 
 import inspect
+from pathlib import Path
 
 import deepspeed
 import pytest
@@ -92,3 +93,9 @@ def test_a_method_that_moved_or_changed_is_named():
         _deepspeed.require_methods(Moved, {"partition_grads": ["self", "params_to_release", "grad_partitions"]})
     with pytest.raises(VersionError, match="Moved.step is missing"):
         _deepspeed.require_methods(Moved, {"step": ["self"]})
+
+
+def test_the_shared_memory_buffer_is_named_as_it_is_removed():
+    source = (Path(deepspeed.__file__).parent / "ops/csrc/cpu/comm/shm.cpp").read_text()
+    for part in ('"deepspeed_allreduce_buffer"', '"%s_%d_%s_%s"', '"%s_%d", shm_name_prefix, rank'):
+        assert part in source

@@ -118,7 +118,13 @@ def test_the_deepspeed_launcher_with_two_ranks_equals_one_process(tmp_path, corp
 
 
 @pytest.mark.skipif(shutil.which("mpirun") is None, reason="no mpirun on this machine")
+def shared_memory() -> set[str]:
+    """DeepSpeed's buffers in shared memory."""
+    return {path.name for path in Path("/dev/shm").glob("deepspeed_allreduce_buffer_*")}
+
+
 def test_mpirun_with_three_ranks_equals_one_process(tmp_path, corpus, one_process):
+    before = shared_memory()
     said = run(
         ["mpirun", "-n", "3", sys.executable, TRAIN, "--data", corpus, "--output", str(tmp_path), *SMALL],
         OMPI_ALLOW_RUN_AS_ROOT="1",
@@ -126,6 +132,7 @@ def test_mpirun_with_three_ranks_equals_one_process(tmp_path, corpus, one_proces
         PRTE_MCA_rmaps_default_mapping_policy=":oversubscribe",
     )
     assert "3 ranks (started by: " in said
+    assert not shared_memory() - before  # 69 MB a rank, which DeepSpeed leaves behind
     same_run(table(tmp_path), one_process)
 
 
