@@ -181,6 +181,17 @@ SAY = (
 )
 
 
+# Each rank into a file of its own: what ranks write to one terminal at once may be cut into one another.
+REFUSED = (
+    "import os, pathlib, sys; from ruda_ds.launch import find_ranks\n"
+    "try:\n    find_ranks()\n"
+    "except Exception as error:\n"
+    "    place = pathlib.Path(os.environ['SAID']) / os.environ['PMI_RANK']\n"
+    "    place.write_text(f'{type(error).__name__}: {error}')\n"
+    "    sys.exit(1)\n"
+)
+
+
 def clean(**changes: str) -> dict[str, str]:
     kept = {n: v for n, v in os.environ.items() if n not in REQUIRED and not n.startswith(("LOCAL_", "SLURM_"))}
     return {**kept, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", **changes}
@@ -217,24 +228,31 @@ def test_ranks_of_a_real_mpirun_agree_on_address_and_port():
     assert len({value["MASTER_PORT"] for value in said}) == 1
 
 
-@needs_mpirun
-def test_every_rank_of_a_real_mpirun_is_told_of_a_contradiction_on_one():
-    one = ["-n", "1", sys.executable, "-c"]
-    bad = f"import os; os.environ['WORLD_SIZE'] = '7'; {SAY}"
-    done = mpirun(*one, SAY, ":", *one, bad)
+def refused(folder: Path, *codes: str) -> list[str]:
+    """What each rank of a real mpirun says, each running its own code."""
+    ranks = [word for code in codes for word in (":", "-n", "1", sys.executable, "-c", code)][1:]
+    done = mpirun(*ranks, SAID=str(folder))
     assert done.returncode != 0
-    assert done.stderr.count("LaunchError: rank 1 on ") == 2
-    assert "WORLD_SIZE=7 in the environment" in done.stderr
+    return [path.read_text() for path in sorted(folder.iterdir())]
 
 
 @needs_mpirun
-def test_different_addresses_on_ranks_are_refused():
-    one = ["-n", "1", sys.executable, "-c"]
-    there = [f"import os; os.environ['MASTER_ADDR'] = '10.0.0.{rank}'; {SAY}" for rank in range(2)]
-    done = mpirun(*one, there[0], ":", *one, there[1])
-    assert done.returncode != 0
-    assert done.stderr.count("LaunchError: MASTER_ADDR is 10.0.0.0 on ") == 2
-    assert "10.0.0.1 on" in done.stderr
+def test_every_rank_of_a_real_mpirun_is_told_of_a_contradiction_on_one(tmp_path):
+    said = refused(tmp_path, REFUSED, f"import os; os.environ['WORLD_SIZE'] = '7'\n{REFUSED}")
+    assert len(said) == 2
+    for text in said:
+        assert text.startswith("LaunchError: rank 1 on ")
+        assert "WORLD_SIZE=7 in the environment" in text
+
+
+@needs_mpirun
+def test_different_addresses_on_ranks_are_refused(tmp_path):
+    there = [f"import os; os.environ['MASTER_ADDR'] = '10.0.0.{rank}'\n{REFUSED}" for rank in range(2)]
+    said = refused(tmp_path, *there)
+    assert len(said) == 2
+    for text in said:
+        assert text.startswith("LaunchError: MASTER_ADDR is 10.0.0.0 on ")
+        assert "10.0.0.1 on" in text
 
 
 @needs_mpirun
