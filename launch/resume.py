@@ -12,6 +12,8 @@ from pathlib import Path
 from corpus import Corpus
 from figures import PREFIX
 
+from ruda_ds.comm.lost import naming_lost_ranks
+
 # The client state's key.
 KEY = "ruda_train"
 
@@ -83,7 +85,8 @@ class Signals:
             return 0
         flag, handle = self._pending
         self._pending = None
-        handle.wait()
+        with naming_lost_ranks(None, "the agreement on signals"):
+            handle.wait()
         return int(flag)
 
     def close(self) -> None:

@@ -289,28 +289,21 @@ def finish(args: argparse.Namespace, engine, tokenizer, leader: bool, loads: Exp
         print(f"{fell} in {len(table)} windows{places}\n  {args.output / 'monitor'}/", flush=True)
 
 
-def end_mpi_job() -> None:
-    """End the other ranks of an mpirun: they, and this one's MPI_Finalize, would wait for each other for ever."""
-    if "mpi4py.MPI" in sys.modules:
-        from mpi4py import MPI
-
-        if MPI.COMM_WORLD.size > 1:
-            time.sleep(5)  # the others are to say first who failed
-            MPI.COMM_WORLD.Abort(1)
-
-
 def main() -> None:
     """Run, and leave nothing waiting."""
     from options import parse
+
+    from ruda_ds.launch.ending import announce, end_mpi_job
 
     args = parse(__doc__)
     try:
         train(args)
     except KeyboardInterrupt:
         sys.exit("interrupted")
-    except Exception:
+    except Exception as error:
         traceback.print_exc()
         sys.stderr.flush()
+        announce(error)
         end_mpi_job()
         sys.exit(1)
     import torch.distributed as dist

@@ -113,6 +113,14 @@ class CheckpointError(RudaError):
     """
 
 
+class BuildError(RudaError):
+    """A compiled operator cannot be built or loaded; the message says why, in one line where there is one."""
+
+
+class SecondDerivativeError(RudaError, NotImplementedError):
+    """A derivative of a gradient of the fused experts was asked for; they have first derivatives only."""
+
+
 class LaunchError(RudaError):
     """The environment of the launcher does not add up to ranks, a world and an address."""
 
@@ -130,7 +138,7 @@ class RankLostError(RudaError):
     def __init__(self, ranks: list[int], phase: str, word: str) -> None:
         self.ranks = ranks
         self.phase = phase
-        who = f"rank {ranks[0]} is" if len(ranks) == 1 else f"ranks {ranks} are" if ranks else "another rank is"
+        who = f"rank {ranks[0]} is" if len(ranks) == 1 else f"ranks {ranks} are"
         super().__init__(
             f"{who} gone (killed, ended or cut off) while this rank was in {phase}: {word}. End the job and resume "
             "from the last checkpoint"

@@ -78,7 +78,7 @@ def load(folder: Path, environment: dict[str, str], explicit: bool = False) -> d
 
 def main() -> None:
     """See the top."""
-    from ruda_ds.ops.build_tools import BuildError
+    from ruda_ds.errors import BuildError
     from ruda_ds.ops.builder import load_fused_experts
 
     result: dict = {"error": None}

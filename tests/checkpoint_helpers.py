@@ -14,6 +14,7 @@ from ruda_ds.moe import MoEOptions
 HIDDEN = 12
 PREFIX = [0, 3, 8]
 MICROBATCHES = 4
+OPTIONS = MoEOptions(top_k=2, balance_loss=0.05, z_loss=0.01)
 
 
 class Mixture(torch.nn.Module):
@@ -24,7 +25,7 @@ class Mixture(torch.nn.Module):
         torch.manual_seed(2)
         self.inlet = torch.nn.Linear(7, HIDDEN, dtype=dtype)
         self.inlet.bias.requires_grad_(False)
-        self.moe = make_layer(prefix, rank, MoEOptions(top_k=2), dtype=dtype, bias=torch.zeros(prefix[-1]))
+        self.moe = make_layer(prefix, rank, OPTIONS, dtype=dtype, bias=torch.zeros(prefix[-1]))
         self.dropout = torch.nn.Dropout(0.25)
         self.outlet = torch.nn.Linear(HIDDEN, 3, dtype=dtype)
 
@@ -75,12 +76,13 @@ def microbatch(engine, window: int, number: int) -> None:
 
 def end(engine) -> list:
     """The window's step, with the biases moved by its exact counts; its report, to the bit."""
-    from ruda_ds.moe import take_expert_counts, update_correction_biases
+    from ruda_ds.moe import take_expert_counts, take_router_losses, update_correction_biases
 
     result = engine.accumulator.step()
     counts = take_expert_counts(engine.module)
     update_correction_biases(engine.module, counts, 0.05)
-    numbers = [result.loss, result.grad_norm, result.clipped_norm, *engine.get_lr()]
+    router = take_router_losses(engine.module, counts)
+    numbers = [result.loss, result.grad_norm, result.clipped_norm, *engine.get_lr(), *router.balance, *router.z]
     return [*(float(n).hex() for n in numbers), result.count, result.microbatches, result.untouched, counts.tolist()]
 
 

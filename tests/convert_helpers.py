@@ -71,7 +71,7 @@ def engine_of(kind: str, prefix: list[int], stage: int = 3, bf16: bool = False, 
     """An engine over a tiny model whose experts are split by ``prefix``, with a frozen head and a schedule."""
     model = tiny(kind, torch.bfloat16 if bf16 else torch.float32, **changes)
     ep_size = len(prefix) - 1
-    replace_moe_blocks(model, ExpertOwnership(prefix), rank=dist.get_rank() % ep_size)
+    replace_moe_blocks(model, ExpertOwnership(prefix), rank=dist.get_rank() % ep_size, balance_loss=0.01)
     if not changes.get("tie_word_embeddings"):
         model.lm_head.weight.requires_grad_(False)
     optimizer = adamw(p for p in model.parameters() if p.requires_grad)

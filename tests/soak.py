@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
 import random
 import re
 import shutil
@@ -25,18 +24,10 @@ from pathlib import Path
 
 import psutil
 import torch
+from test_train import environment
 
 ROOT = Path(__file__).resolve().parent.parent
 LIMIT_S = 10.0
-LAUNCHED = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT")
-
-
-def environment() -> dict[str, str]:
-    """Of the runs: one thread a rank, loopback, the CPU."""
-    kept = {name: value for name, value in os.environ.items() if name not in LAUNCHED}
-    path = os.pathsep.join([str(Path(sys.executable).parent), kept.get("PATH", "")])
-    own = {"PATH": path, "OMP_NUM_THREADS": "1", "DS_ACCELERATOR": "cpu", "GLOO_SOCKET_IFNAME": "lo"}
-    return {**kept, **own, "PYTHONPATH": str(ROOT)}
 
 
 def command(folder: Path, output: Path, ranks: int, steps: int) -> list[str]:

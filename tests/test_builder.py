@@ -13,8 +13,8 @@ import builder_helpers as helpers
 import pytest
 import torch
 
+from ruda_ds.errors import BuildError
 from ruda_ds.ops import build_lock, build_record, build_tools, builder, self_check
-from ruda_ds.ops.build_tools import BuildError
 
 ROOT = Path(__file__).resolve().parent.parent
 
@@ -401,7 +401,7 @@ def test_a_folder_that_cannot_be_written_is_named(tmp_path):
 SEE = """
 import json, sys
 from ruda_ds.ops.builder import FusedExpertsBuilder
-from ruda_ds.ops.build_tools import BuildError
+from ruda_ds.errors import BuildError
 builder = FusedExpertsBuilder()
 binary, reason = builder.ahead_of_time()
 try:

@@ -12,10 +12,9 @@ from hypothesis import strategies as st
 from torch.utils.checkpoint import checkpoint
 from torch.utils.flop_counter import FlopCounterMode
 
-from ruda_ds.errors import OwnershipError
+from ruda_ds.errors import OwnershipError, SecondDerivativeError
 from ruda_ds.ops import fused_experts
 from ruda_ds.ops.builder import load_fused_experts
-from ruda_ds.ops.library import SecondDerivativeError
 
 ROOT = Path(__file__).resolve().parent.parent
 NAMES = ("output", "rows", "gate", "up", "down")
@@ -383,7 +382,7 @@ def test_what_does_not_belong_together_is_refused():
 WITHOUT_COMPILER = """
 import warnings, torch
 from ruda_ds.ops import fused_experts
-from ruda_ds.ops.build_tools import BuildError
+from ruda_ds.errors import BuildError
 rows, offsets, weight = torch.randn(5, 8), torch.tensor([0, 5]), torch.randn(1, 8, 8)
 with warnings.catch_warnings(record=True) as caught:
     warnings.simplefilter("always")

@@ -1,6 +1,6 @@
 """Several hosts for real: the training program over network namespaces, and what happens when one of them fails.
 
-RUDA_HOST_TESTS=1 runs all of it (about ten minutes); without it, one start and one fault of each kind that differs.
+RUDA_HOST_TESTS=1 runs it (about ten minutes).
 RUDA_OPENMPI=/path/to/prefix, of an Open MPI beside the MPICH in PATH, adds its mpirun.
 """
 

@@ -31,6 +31,15 @@ SMALL = [
     "--sample",
     "",
 ]
+TINY = {
+    "vocab_size": 257,
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 2,
+    "num_key_value_heads": 1,
+    "max_position_embeddings": 64,
+}
 LAUNCHED = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT")
 
 
@@ -163,15 +172,7 @@ def test_each_config_starts_as_it_stands(tmp_path, corpus, config):
 
 def test_a_folder_of_transformers_trains(tmp_path, corpus):
     transformers = pytest.importorskip("transformers")
-    config = transformers.LlamaConfig(
-        vocab_size=257,
-        hidden_size=32,
-        intermediate_size=48,
-        num_hidden_layers=2,
-        num_attention_heads=2,
-        num_key_value_heads=1,
-        max_position_embeddings=64,
-    )
+    config = transformers.LlamaConfig(**TINY)
     fresh, tuned = tmp_path / "fresh", tmp_path / "tuned"
     config.save_pretrained(fresh)
     torch.manual_seed(0)
@@ -201,16 +202,7 @@ def test_a_mixtral_folder_is_split_over_two_ranks(tmp_path, corpus):
     """Each rank reads the experts that it owns; the losses are those of one process that holds them all."""
     transformers = pytest.importorskip("transformers")
     torch.manual_seed(0)
-    config = transformers.MixtralConfig(
-        vocab_size=257,
-        hidden_size=32,
-        intermediate_size=48,
-        num_hidden_layers=2,
-        num_attention_heads=2,
-        num_key_value_heads=1,
-        num_local_experts=4,
-        max_position_embeddings=64,
-    )
+    config = transformers.MixtralConfig(**TINY, num_local_experts=4)
     transformers.MixtralForCausalLM(config).save_pretrained(tmp_path / "model")
     settings = json.loads((ROOT / "ds_configs" / "zero3_moe_cpu.json").read_text())
     settings["ruda"]["experts"] = {"ep_size": 2, "ownership": [0, 1, 4]}

@@ -12,6 +12,7 @@ world size before the wire, and multiplies by a rounded reciprocal at the step.
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
 from types import MappingProxyType
 from typing import Any
 
@@ -133,9 +134,14 @@ class GradientAccumulator:
         Raises:
             BrokenWindowError: an earlier backward failed part-way.
         """
+        window = self.live_record()
+        return replace(window, gradients={name: shard.clone() for name, shard in window.gradients.items()})
+
+    def live_record(self) -> PendingGradientsRecord:
+        """`record` without the copy: its shards are the pending sums themselves, to be written out before the next
+        backward. A device that training fills has no room for a second set."""
         contract = self.contract()
-        gradients = {name: shard.clone() for name, shard in self.pending().items()}
-        return PendingGradientsRecord(RECORD_VERSION, gradients, contract.state, contract.placement, self._loss)
+        return PendingGradientsRecord(RECORD_VERSION, self.pending(), contract.state, contract.placement, self._loss)
 
     # --- filling it -----------------------------------------------------------------------------------------
 

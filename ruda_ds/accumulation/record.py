@@ -59,7 +59,11 @@ def check_record(record: PendingGradientsRecord) -> None:
                 f"global_count is {state.global_count} and the loss sum {record.loss} in a record without a "
                 "micro-batch, expected 0"
             )
-    for name, shard in check_shards(record.placement, record.gradients).items():
+    _check_dtypes(state, check_shards(record.placement, record.gradients))
+
+
+def _check_dtypes(state: AccumulationState, shards: Mapping[str, torch.Tensor]) -> None:
+    for name, shard in shards.items():
         if shard.dtype != state.dtype:
             raise PlacementError(name, "gradient dtype", state.dtype, shard.dtype)
 
@@ -85,9 +89,7 @@ def check_fit(
     shards = check_shards(placement, gradients)
     if state.microbatches == 0 and shards:
         raise RecordError(f"gradients for {sorted(shards)} in a window without a micro-batch, expected none")
-    for name, shard in shards.items():
-        if shard.dtype != state.dtype:
-            raise PlacementError(name, "gradient dtype", state.dtype, shard.dtype)
+    _check_dtypes(state, shards)
     return shards
 
 

@@ -67,7 +67,7 @@ def open_hf(folder: Path) -> HfFolder:
 
 
 @dataclass(frozen=True)
-class FromHf:
+class FromHf(hf.Planned):
     """A conversion that has been checked and not yet run.
 
     Attributes:
@@ -79,15 +79,6 @@ class FromHf:
     opened: HfFolder
     prefix: tuple[int, ...]
     shards: list[hf.Shard]
-
-    def files(self) -> list[tuple[str, int, int]]:
-        """(name, bytes of tensors, tensors) of what will be written."""
-        return hf.listing(self.shards)
-
-    @property
-    def nbytes(self) -> int:
-        """Bytes that will be written."""
-        return sum(shard.nbytes for shard in self.shards)
 
     def run(self, target: Path, advance: Advance) -> None:
         """Write the folder; ``advance`` is told bytes as they are written.

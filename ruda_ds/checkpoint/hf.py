@@ -166,9 +166,19 @@ class Shard:
         return sum(recipe.numel * dtype.itemsize for recipe, dtype in self.tensors)
 
 
-def listing(shards: Sequence[Shard]) -> list[tuple[str, int, int]]:
-    """(name, bytes of tensors, tensors) of each."""
-    return [(shard.name, shard.nbytes, len(shard.tensors)) for shard in shards]
+class Planned:
+    """A conversion whose files are known before one is written."""
+
+    shards: list[Shard]
+
+    def files(self) -> list[tuple[str, int, int]]:
+        """(name, bytes of tensors, tensors) of what will be written."""
+        return [(shard.name, shard.nbytes, len(shard.tensors)) for shard in self.shards]
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes that will be written."""
+        return sum(shard.nbytes for shard in self.shards)
 
 
 def plan_shards(tensors: Sequence[tuple[Recipe, torch.dtype]], limit: int, stem: str = "model") -> list[Shard]:

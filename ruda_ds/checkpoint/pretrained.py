@@ -186,8 +186,9 @@ def _remake_buffers(model: torch.nn.Module, device: torch.device) -> tuple[str, 
 
 
 def _fresh(path: str, module: Any, lost: list[str]) -> dict[str, torch.Tensor]:
-    if isinstance(module, ExpertParallelMoE) and lost == ["expert_counts"]:
-        return {"expert_counts": torch.zeros(module.expert_counts.shape, dtype=module.expert_counts.dtype)}
+    if isinstance(module, ExpertParallelMoE):
+        with torch.device("cpu"):
+            return {name: value for name, value in module.fresh_tallies().items() if value is not None}
     config = getattr(module, "config", None)
     takes = inspect.signature(type(module).__init__).parameters
     if config is None or "config" not in takes:

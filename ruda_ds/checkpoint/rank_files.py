@@ -6,6 +6,9 @@
                      ("python") and numpy ("numpy"), as `random_states` makes them
     "expert_counts"  module name of each expert layer -> rows of each expert on this rank since the counts were last
                      taken; only their sum over the ranks means something, so another topology may give it to one rank
+    "router_sums"    the same of what the report of the router's losses needs
+    "expert_shares"  module name -> rows of each expert by token in the window before, the same on every rank; null
+                     without a balancing loss
     "fragments"      below ZeRO-3: name -> half-open range of the flattened parameter in this rank's flat groups; else
                      null
 
@@ -30,6 +33,8 @@ from safetensors.torch import save_file
 from ruda_ds.accumulation.record import PendingGradientsRecord, window_fields
 from ruda_ds.errors import CheckpointError
 
+# Buffers of an expert layer that are one rank's part of a sum since they were last taken.
+TALLIES = ("expert_counts", "router_sums")
 RANK_FORMAT, PENDING_FORMAT, FORMAT_VERSION = "ruda_rank", "ruda_pending", "1"
 
 

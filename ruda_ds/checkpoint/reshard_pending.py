@@ -1,4 +1,4 @@
-"""The rank files of ours for other ranks: pending shards of the window, and counts of rows an expert."""
+"""The rank files of ours for other ranks: pending shards of the window, and the expert layers' tallies."""
 
 from __future__ import annotations
 
@@ -98,29 +98,40 @@ def write(
 ) -> dict[str, FileEntry]:
     """Write the rank files of ours for the target; their sizes and checksums."""
     pending = PendingSource(source)
-    counts = _counts(source)
+    tallies = {kind: _sums(source, kind) for kind in rank_files.TALLIES}
+    shares = _shares(source)
     paths = []
     for rank in range(topology.world_size):
         made = shard(source, pending, topology, rank)
         metadata = {**pending.metadata, "rank": str(rank), "world_size": str(topology.world_size)}
         hf.write_shard(folder, made, pending, metadata, advance, allow_empty=True)
         other = folder / rank_files.rank_name(rank, topology.world_size)
-        own = counts if rank == 0 else {name: [0] * len(rows) for name, rows in counts.items()}
-        rank_files.write_rank(other, rank, topology.world_size, {"rng": None, "expert_counts": own, "fragments": None})
+        own = {
+            kind: sums if rank == 0 else {name: [0] * len(row) for name, row in sums.items()}
+            for kind, sums in tallies.items()
+        }
+        content = {"rng": None, "fragments": None, "expert_shares": shares, **own}
+        rank_files.write_rank(other, rank, topology.world_size, content)
         sync_file(other)
         paths += [folder / made.name, other]
     return {path.name: FileEntry(path.stat().st_size, sha256_of(path)) for path in paths}
 
 
-def _counts(source: TrainingSource) -> dict[str, list[int]]:
-    """Rows of each expert since the counts were last taken, over all ranks."""
-    total: dict[str, list[int]] = {}
+def _shares(source: TrainingSource) -> dict[str, list[float] | None]:
+    """The first rank's, which every rank has alike."""
+    path = source.folder / rank_files.rank_name(0, source.world_size)
+    return rank_files.read_rank(path, 0, source.world_size)["expert_shares"] if path.exists() else {}
+
+
+def _sums(source: TrainingSource, kind: str) -> dict[str, list[Any]]:
+    """One of the tallies, by layer, over all ranks."""
+    total: dict[str, list[Any]] = {}
     for rank in range(source.world_size):
         path = source.folder / rank_files.rank_name(rank, source.world_size)
         if not path.exists():
             continue
         content: dict[str, Any] = rank_files.read_rank(path, rank, source.world_size)
-        for name, rows in content["expert_counts"].items():
-            before = total.get(name, [0] * len(rows))
-            total[name] = [a + b for a, b in zip(before, rows, strict=True)]
+        for name, row in content[kind].items():
+            before = total.get(name, [0] * len(row))
+            total[name] = [a + b for a, b in zip(before, row, strict=True)]
     return total

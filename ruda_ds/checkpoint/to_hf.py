@@ -129,7 +129,7 @@ def adapters(source: TrainingSource, lora_scale: float | None) -> tuple[dict[str
 
 
 @dataclass(frozen=True)
-class ToHf:
+class ToHf(hf.Planned):
     """A conversion that has been checked and not yet run.
 
     Attributes:
@@ -141,15 +141,6 @@ class ToHf:
     origin: Origin
     shards: list[hf.Shard]
     dtype: torch.dtype | None
-
-    def files(self) -> list[tuple[str, int, int]]:
-        """(name, bytes of tensors, tensors) of what will be written."""
-        return hf.listing(self.shards)
-
-    @property
-    def nbytes(self) -> int:
-        """Bytes that will be written."""
-        return sum(shard.nbytes for shard in self.shards)
 
     def run(self, target: Path, advance: Advance) -> None:
         """Write the folder; ``advance`` is told bytes as they are written.

@@ -130,7 +130,7 @@ class _Prepared:
 def _prepare(engine: Any, save_dir: str | Path, tag: str | None, client: dict[str, Any]) -> _Prepared:
     stock.require_plain_writer(engine)
     stock.check_client_state(client)
-    record = _accumulator(engine).record()
+    record = _accumulator(engine).live_record()
     micro = f"_micro{record.state.microbatches}" if record.state.microbatches else ""
     name = check_tag(f"global_step{engine.global_steps}{micro}" if tag is None else tag)
     return _Prepared(_root(save_dir), name, record)
@@ -148,8 +148,10 @@ def _write_own(
     fragments = None
     if manifest.zero_stage < 3:
         fragments = {p.name: p.fragment for p in record.placement}
-    counts = {name: layer.expert_counts.tolist() for name, layer in expert_modules(engine.module).items()}
-    content = {"rng": rank_files.random_states(), "expert_counts": counts, "fragments": fragments}
+    layers = expert_modules(engine.module).items()
+    tallies = {kind: {name: getattr(layer, kind).tolist() for name, layer in layers} for kind in rank_files.TALLIES}
+    shares = {name: None if layer.expert_shares is None else layer.expert_shares.tolist() for name, layer in layers}
+    content = {"rng": rank_files.random_states(), "fragments": fragments, "expert_shares": shares, **tallies}
     rank_files.write_rank(other, rank, world, content)
     own = [pending, other]
     if _writes_experts(manifest) and manifest.experts is not None and rank < manifest.experts.ep_size:
@@ -222,7 +224,10 @@ def load_checkpoint(
     _accumulator(engine).load_record(loaded.record)
     if loaded.other is not None:
         for name, layer in expert_modules(engine.module).items():
-            layer.expert_counts.copy_(torch.tensor(loaded.other["expert_counts"][name]))
+            for kind in (*rank_files.TALLIES, "expert_shares"):
+                own, saved = getattr(layer, kind), loaded.other[kind].get(name)
+                if own is not None and saved is not None:
+                    own.copy_(torch.tensor(saved, dtype=own.dtype))
         if restore_rng and loaded.other["rng"] is not None:
             rank_files.set_random_states(loaded.other["rng"])
     return folder, client

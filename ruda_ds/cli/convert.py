@@ -60,8 +60,7 @@ def parser() -> argparse.ArgumentParser:
     to_hf.add_argument(
         "--hf-files", type=Path, metavar="DIR", help="where to copy config.json and tokenizer files from"
     )
-    to_hf.add_argument("--lora", choices=("merge",), default="merge", help="adapters are added to the weights")
-    to_hf.add_argument("--lora-scale", type=float, help="alpha / rank, where the checkpoint does not say it")
+    to_hf.add_argument("--lora-scale", type=float, help="alpha / rank of adapters, if the checkpoint does not say it")
 
     from_hf = command("from-hf", "a Hugging Face folder to weights split by owner", "DIR", "OUT")
     from_hf.add_argument("--ownership", type=ownership, required=True, help="prefix such as 0,3,8, or 'even'")

@@ -20,6 +20,7 @@ from multiprocessing.connection import Connection, wait
 from typing import Any
 
 from ruda_ds.errors import RankFailedError
+from ruda_ds.launch import free_port
 
 # Loaded once in the fork server: a fresh rank is then there in a fraction of a second instead of nine.
 PRELOAD = [
@@ -66,9 +67,10 @@ def run_ranks(
     context.set_forkserver_preload(PRELOAD)
     with tempfile.TemporaryDirectory() as folder:
         processes, pipes = [], []
+        port = free_port()  # nobody listens there: DeepSpeed names shared memory after it, and runs must not share
         for rank in range(world_size):
             ours, theirs = context.Pipe(duplex=False)
-            settings = (rank, world_size, os.path.join(folder, "store"), timeout_s, dict(environ or {}))
+            settings = (rank, world_size, port, os.path.join(folder, "store"), timeout_s, dict(environ or {}))
             process = context.Process(target=_rank_main, args=(theirs, settings, function, args), daemon=True)
             process.start()
             theirs.close()
@@ -110,7 +112,7 @@ def _collect(processes: list[Any], pipes: list[Connection], timeout_s: float, gr
 
 
 def _rank_main(pipe: Connection, settings: tuple, function: Callable[..., Any], args: tuple) -> None:
-    rank, world_size, store_path, timeout_s, environ = settings
+    rank, world_size, port, store_path, timeout_s, environ = settings
     try:
         os.environ.update(environ)
         os.environ.update(
@@ -120,7 +122,7 @@ def _rank_main(pipe: Connection, settings: tuple, function: Callable[..., Any], 
             LOCAL_SIZE=str(world_size),
             LOCAL_WORLD_SIZE=str(world_size),
             MASTER_ADDR="127.0.0.1",
-            MASTER_PORT="0",
+            MASTER_PORT=str(port),
             GLOO_SOCKET_IFNAME="lo",
         )
         _join_group(rank, world_size, store_path, timeout_s)
@@ -142,6 +144,8 @@ def _join_group(rank: int, world_size: int, store_path: str, timeout_s: float) -
     import deepspeed
     import torch
 
+    from ruda_ds import _deepspeed
+
     logging.getLogger("DeepSpeed").setLevel(logging.WARNING)
     torch.set_num_threads(1)
     torch.manual_seed(0)
@@ -150,3 +154,4 @@ def _join_group(rank: int, world_size: int, store_path: str, timeout_s: float) -
         "gloo", store=store, rank=rank, world_size=world_size, timeout=timedelta(seconds=timeout_s)
     )
     deepspeed.init_distributed("gloo", dist_init_required=False, verbose=False)
+    _deepspeed.forget_shared_memory_buffer()

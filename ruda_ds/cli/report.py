@@ -94,7 +94,7 @@ def compiled_experts() -> dict[str, str]:
 
     Builds nothing and loads nothing.
     """
-    from ruda_ds.ops.build_tools import BuildError
+    from ruda_ds.errors import BuildError
     from ruda_ds.ops.builder import FusedExpertsBuilder
 
     builder = FusedExpertsBuilder()

@@ -63,7 +63,7 @@ def word_of_failure(store: dist.Store) -> Word | None:
     return Word(**json.loads(store.get(FAILED))) if store.check([FAILED]) else None
 
 
-def lost_ranks(group: dist.ProcessGroup, phase: str, limit_s: float = ROLL_CALL_S) -> Word:
+def lost_ranks(group: dist.ProcessGroup, phase: str, limit_s: float = ROLL_CALL_S) -> Word | None:
     """Who of ``group`` is gone: as a word of failure says, or who does not answer a roll call. For a broken group.
 
     Args:
@@ -72,7 +72,7 @@ def lost_ranks(group: dist.ProcessGroup, phase: str, limit_s: float = ROLL_CALL_
         limit_s: how long the others may take to answer.
 
     Returns:
-        The word that stands; rank 0 alone if the store cannot be reached, since rank 0 keeps it; no rank if all answer.
+        The word that stands; rank 0 alone if the store cannot be reached, since rank 0 keeps it; None if all answer.
     """
     missing = dist.get_process_group_ranks(group)
     deadline = time.monotonic() + limit_s
@@ -87,17 +87,23 @@ def lost_ranks(group: dist.ProcessGroup, phase: str, limit_s: float = ROLL_CALL_
             missing = [rank for rank in missing if not store.check([f"{ALIVE}{rank}"])]
             time.sleep(0.02 if missing else 0)
         if not missing:
-            return Word([], "all ranks have answered since: a connection broke, or one left the collective")
+            return None
         return announce_failure(
             store, missing, f"no answer to the roll call that rank {dist.get_rank()} made in {phase}"
         )
     except (RuntimeError, dist.DistError):
-        return Word([0], "rank 0, which keeps the rendezvous store, cannot be reached")
+        return Word(
+            [0],
+            "rank 0, which keeps the rendezvous store, cannot be reached; it may have ended because of an earlier "
+            "failure, so look for the first error in all outputs",
+        )
 
 
 @contextlib.contextmanager
 def naming_lost_ranks(group: dist.ProcessGroup | None, phase: str) -> Iterator[None]:
     """Around code with collectives of ``group``: a broken connection becomes a RankLostError on every survivor.
+
+    Where every rank answers, nobody is lost, and the error of the collective is raised as it was.
 
     Args:
         group: None: all ranks.
@@ -111,4 +117,6 @@ def naming_lost_ranks(group: dist.ProcessGroup | None, phase: str) -> Iterator[N
             raise
         with PHASES.within(f"{phase} that broke"):
             word = lost_ranks(cast(dist.ProcessGroup, group if group is not None else dist.group.WORLD), phase)
+        if word is None:
+            raise
         raise RankLostError(word.ranks, phase, word.text) from error

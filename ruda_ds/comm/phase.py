@@ -17,13 +17,13 @@ class PhaseRecord:
         name: "an expert exchange", "a backward", ..., or OWN_CODE between them.
         number: phases entered so far; ranks that do the same count alike.
         since: monotonic seconds at which the phase began.
-        last_error: the exception that left a phase, with the phase, if none was completed since; None otherwise.
+        failed_in: the innermost phase that an exception left, if none was completed since; None otherwise.
         watchdog: of this process; see watchdog.py.
     """
 
     def __init__(self) -> None:
         self.name, self.number, self.since = OWN_CODE, 0, time.monotonic()
-        self.last_error: str | None = None
+        self.failed_in: str | None = None
         self.watchdog: Any = None
 
     @contextlib.contextmanager
@@ -33,10 +33,9 @@ class PhaseRecord:
         self.name, self.number, self.since = name, self.number + 1, time.monotonic()
         try:
             yield
-            self.last_error = None  # whatever it was, this rank has gone on
-        except BaseException as error:
-            if self.last_error is None:
-                self.last_error = f"{type(error).__name__} in {name}: {str(error).strip()[:300]}"
+            self.failed_in = None  # whatever it was, this rank has gone on
+        except BaseException:
+            self.failed_in = self.failed_in or name
             raise
         finally:
             self.name, self.since = outer, time.monotonic()

@@ -62,18 +62,17 @@ class Watchdog:
     """
 
     def __init__(self, limit_s: float) -> None:
-        self.limit_s = limit_s
         self.interval_s = min(max(limit_s / 20, 0.1), 1.0)
         self.patience_s = limit_s / 2
         self.grace_s = min(max(limit_s / 10, 0.5), 5.0)
         self.rank, self.world_size, self.host = dist.get_rank(), dist.get_world_size(), socket.gethostname()
         self._store = rendezvous_store(max(limit_s / 4, 1.0))
-        self._began = time.monotonic()
         self._beats = 0
         self._signs: dict[int, Sign] = {}
         self._stacks_sent = False
         self._store_error = "the call did not return"
         self._stopped = threading.Event()
+        self._ending = threading.Lock()
         self._looked = time.monotonic()
         self._thread = threading.Thread(target=self._run, name="ruda_watchdog", daemon=True)
         self._second = threading.Thread(target=self._watch_the_store, name="ruda_watchdog_store", daemon=True)
@@ -215,6 +214,8 @@ class Watchdog:
 
     def _end(self, text: str) -> None:
         """Say it once, leave the stacks in a file, let the training thread fail by itself, and end the process."""
+        if not self._ending.acquire(blocking=False):
+            return  # the other thread is at it
         shown = text if self.rank == 0 else text.split("\n--- rank")[0]
         place = self._write_stacks(text)
         print(
@@ -239,16 +240,23 @@ class Watchdog:
                 continue
         return Path("nowhere: no folder could be written")
 
-    def _at_exit(self) -> None:
-        """The process ends by itself: in order, or with an exception, of which the others are told."""
+    def announce(self, error: BaseException) -> None:
+        """Tell the others of an error that ends this rank, and watch no longer. The first word of a failure stays."""
         self._stopped.set()
+        if isinstance(error, RankLostError):
+            return  # another one's failure, and known
+        doing = "" if PHASES.failed_in is None else f" in {PHASES.failed_in}"
+        text = f"rank {self.rank} (host {self.host}) failed{doing}: {type(error).__name__}: {str(error).strip()[:300]}"
+        self._tell(lambda: announce_failure(self._store, [self.rank], text))
+
+    def _at_exit(self) -> None:
+        """The interpreter ends: in order, or with an exception that nobody caught, of which the others are told."""
         uncaught = getattr(sys, "last_value", None)
-        reason = PHASES.last_error or (f"{type(uncaught).__name__}: {uncaught}" if uncaught is not None else None)
-        if reason is None or not dist.is_initialized():
+        if uncaught is not None and dist.is_initialized():
+            self.announce(uncaught)
+        elif not self._stopped.is_set():
+            self._stopped.set()
             self._say_goodbye()
-        elif not reason.startswith(RankLostError.__name__):  # that would be another one's failure, and known
-            text = f"rank {self.rank} (host {self.host}) failed: {reason}"
-            self._tell(lambda: announce_failure(self._store, [self.rank], text))
 
     def _say_goodbye(self) -> None:
         facts = json.dumps({"host": self.host, "ended": True})

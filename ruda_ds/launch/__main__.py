@@ -14,16 +14,14 @@ import runpy
 import signal
 import struct
 import sys
-import time
 import traceback
 from pathlib import Path
 
 from ruda_ds.errors import LaunchError
 from ruda_ds.launch import find_ranks
+from ruda_ds.launch.ending import announce, end_mpi_job
 from ruda_ds.launch.hostfile import for_mpich, read_hostfile, require_slots
 
-# The ranks that wait for one that failed get this long to say why they end, before MPI ends them.
-GRACE_S = 5.0
 PR_SET_PDEATHSIG = 1
 LINES_AND_COLUMNS = (24, 120)
 
@@ -63,14 +61,14 @@ def check_hostfile(path: str, ranks: int | None, mpich: bool) -> int:
 def run_script(script: str, arguments: list[str], module: bool = False) -> int:
     """Find the ranks and run the script as the main program; if it fails, the other ranks of an MPI job end too."""
     try:
-        ranks = find_ranks()
+        find_ranks()
     except LaunchError as error:
         print(f"ruda_ds.launch: {error}", file=sys.stderr, flush=True)
         return 1
     die_with_parent()
     widen_terminal()
     failed = [True]
-    atexit.register(lambda: end_mpi_job(ranks.rank) if failed[0] else None)
+    atexit.register(lambda: end_mpi_job() if failed[0] else None)
     sys.argv = [script, *arguments]
     try:
         if module:
@@ -81,8 +79,9 @@ def run_script(script: str, arguments: list[str], module: bool = False) -> int:
     except SystemExit as end:
         failed[0] = end.code not in (None, 0)
         raise
-    except BaseException:
+    except BaseException as error:
         traceback.print_exc()
+        announce(error)
         return 1
     failed[0] = False
     return 0
@@ -110,21 +109,6 @@ def widen_terminal() -> None:
         for stream in (1, 2):
             if os.isatty(stream) and os.get_terminal_size(stream).columns == 0:
                 fcntl.ioctl(stream, termios.TIOCSWINSZ, struct.pack("HHHH", *LINES_AND_COLUMNS, 0, 0))
-
-
-def end_mpi_job(rank: int) -> None:
-    """End the other ranks of an mpirun: they, and this one's MPI_Finalize, would wait for each other for ever."""
-    if "mpi4py.MPI" not in sys.modules:
-        return
-    from mpi4py import MPI
-
-    if MPI.COMM_WORLD.size > 1 and not MPI.Is_finalized():
-        sys.stdout.flush()
-        print(
-            f"ruda_ds.launch: rank {rank} failed; MPI ends the others in {GRACE_S:.0f} s", file=sys.stderr, flush=True
-        )
-        time.sleep(GRACE_S)
-        MPI.COMM_WORLD.Abort(1)
 
 
 if __name__ == "__main__":

@@ -90,7 +90,7 @@ class Combine(torch.autograd.Function):
             rows, weights, slots = ctx.saved_tensors
             row_gradient, weight_gradient = combine_rows_backward(gradient, rows, weights, slots, ctx.compiled)
             dtype, device = ctx.like
-            term_gradient = torch.tensor(ctx.account(), dtype=dtype, device=device)
+            term_gradient = torch.full((), ctx.account(), dtype=dtype, device=device)
         return row_gradient, weight_gradient, None, term_gradient, None, None
 
 

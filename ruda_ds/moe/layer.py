@@ -144,21 +144,32 @@ class ExpertParallelMoE(torch.nn.Module):
                 )
             bias = correction_bias.detach().float().clone()
         self.register_buffer("correction_bias", bias)
-        # Local rows of each expert since the counts were last taken; see balance.py.
-        counts = torch.zeros(experts.ownership.num_experts, dtype=torch.int64)
-        self.register_buffer("expert_counts", counts, persistent=False)
+        for name, value in self.fresh_tallies().items():
+            self.register_buffer(name, value, persistent=False)
         self.counting = True
         # Of the layer in its model; chain_exchanges numbers them. With the calls, it tells exchanges apart.
         self.number, self._calls = 0, 0
-        # Rows of each expert by token in the window before; see [Note: losses from global counts].
-        shares = torch.full((experts.ownership.num_experts,), self.options.top_k / experts.ownership.num_experts)
-        self.register_buffer("expert_shares", shares if self.options.balance_loss else None)
-        # Since the losses were last taken: sums over tokens of each expert's probability, and of the z-loss.
-        self.register_buffer("router_sums", torch.zeros(len(shares) + 1, dtype=torch.float64), persistent=False)
         # By what the accumulator multiplies every loss before its backward; it sets this.
         self.backward_scale = 1.0
         if group is not None:
             self._check_group(group)
+
+    def fresh_tallies(self) -> dict[str, torch.Tensor | None]:
+        """The buffers of the window, as at the beginning. State of training and not of the model: a checkpoint of ours
+        holds them beside it, and a state dict does not.
+
+        expert_counts: [E] rows of each expert on this rank since the counts were last taken; see balance.py.
+        router_sums: [E + 1] sums over this rank's tokens of each expert's probability and of the z-loss, likewise.
+        expert_shares: [E] rows of each expert by token in the window before, on all ranks; see [Note: losses from
+        global counts]. None without a balancing loss.
+        """
+        number = self.experts.ownership.num_experts
+        even = torch.full((number,), self.options.top_k / number) if self.options.balance_loss else None
+        return {
+            "expert_counts": torch.zeros(number, dtype=torch.int64),
+            "router_sums": torch.zeros(number + 1, dtype=torch.float64),
+            "expert_shares": even,
+        }
 
     def _check_group(self, group: dist.ProcessGroup) -> None:
         found = dist.get_rank(group), dist.get_world_size(group)
@@ -230,10 +241,7 @@ class ExpertParallelMoE(torch.nn.Module):
         """The layer's own losses of these tokens, and what is to be done once their gradients enter the window."""
         counted, sums = self.counting and self.training, None
         if counted and (self.options.balance_loss or self.options.z_loss):
-            shares = (
-                self.expert_shares if self.expert_shares is not None else torch.zeros_like(counts, dtype=torch.float)
-            )
-            term, sums = router_losses(logits, shares, self.options)
+            term, sums = router_losses(logits, self.expert_shares, self.options)
         else:
             term = logits.new_zeros(())
 

@@ -18,12 +18,15 @@ import torch
 from ruda_ds.moe.options import MoEOptions
 
 
-def router_losses(logits: torch.Tensor, shares: torch.Tensor, options: MoEOptions) -> tuple[torch.Tensor, torch.Tensor]:
+def router_losses(
+    logits: torch.Tensor, shares: torch.Tensor | None, options: MoEOptions
+) -> tuple[torch.Tensor, torch.Tensor]:
     """The weighted losses of these tokens, summed, and what their report needs.
 
     Args:
         logits: [T, E].
         shares: [E] float32, rows of each expert by token in the window before; see [Note: losses from global counts].
+            None without a balancing loss.
         options: its coefficients, and how scores become probabilities: a softmax, or sigmoids divided by their sum
             (DeepSeek-V3, arXiv:2412.19437, equation 19).
 
@@ -38,7 +41,8 @@ def router_losses(logits: torch.Tensor, shares: torch.Tensor, options: MoEOption
         scores = logits.sigmoid()
         probabilities = scores / scores.sum(-1, keepdim=True)
     squares = logits.logsumexp(-1).square()
-    balance = (probabilities @ shares.to(logits)).sum() * len(shares)
-    term = options.balance_loss * balance + options.z_loss * squares.sum()
+    term = options.z_loss * squares.sum()
+    if shares is not None:
+        term = term + options.balance_loss * len(shares) * (probabilities @ shares.to(logits)).sum()
     sums = torch.cat([probabilities.detach().double().sum(0), squares.detach().double().sum().view(1)])
     return term, sums

@@ -35,7 +35,7 @@ def extensions(root: Path) -> dict[str, Any]:
     Raises:
         BuildError: something that the build needs is missing; an install that asked for it must not go on without.
     """
-    from ruda_ds.ops.build_tools import BuildError
+    from ruda_ds.errors import BuildError
 
     builder = FusedExpertsBuilder()
     if not builder.is_compatible():

@@ -7,7 +7,7 @@ import platform
 
 import torch
 
-from ruda_ds.ops.build_tools import BuildError
+from ruda_ds.errors import BuildError
 
 CXX_FLAGS = ["-O3", "-std=c++20", "-fopenmp", "-Wno-unknown-pragmas"]
 # Every name of a level must be there for it to be chosen; the first level that fits is.

@@ -19,7 +19,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from ruda_ds.ops.build_tools import BuildError
+from ruda_ds.errors import BuildError
 
 BEAT_S = 5.0
 # Network file systems may show an old time stamp for a minute; three times that, and many beats.

@@ -9,12 +9,6 @@ import subprocess
 import sys
 from pathlib import Path
 
-from ruda_ds.errors import RudaError
-
-
-class BuildError(RudaError):
-    """A compiled operator cannot be built or loaded on this machine; the message says what is missing."""
-
 
 def put_ninja_on_path() -> None:
     """Let torch find the ninja that was installed beside this Python, when the environment is not activated."""

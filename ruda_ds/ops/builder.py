@@ -20,9 +20,9 @@ from deepspeed.accelerator import get_accelerator
 from deepspeed.ops.op_builder.builder import CUDAOpBuilder, OpBuilder
 from deepspeed.ops.op_builder.cpu.builder import CPUOpBuilder
 
+from ruda_ds.errors import BuildError
 from ruda_ds.ops import build_flags, build_folder, build_record, build_tools
 from ruda_ds.ops.build_lock import build_lock, say
-from ruda_ds.ops.build_tools import BuildError
 
 CSRC = Path(__file__).resolve().parent / "csrc"
 

@@ -12,9 +12,8 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 
-from ruda_ds.errors import OwnershipError
+from ruda_ds.errors import BuildError, OwnershipError
 from ruda_ds.ops import library
-from ruda_ds.ops.build_tools import BuildError
 from ruda_ds.ops.reference import reference_experts
 
 BACKENDS = ("auto", "reference", "grouped", "cpu", "cuda")

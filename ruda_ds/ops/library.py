@@ -11,15 +11,11 @@ from typing import Any
 import torch
 from torch.utils.flop_counter import flop_registry, register_flop_formula
 
-from ruda_ds.errors import RudaError
+from ruda_ds.errors import SecondDerivativeError
 
 Tensors = tuple[torch.Tensor, ...]
 # Of gate, up and down.
 Buffers = tuple[torch.Tensor | None, torch.Tensor | None, torch.Tensor | None]
-
-
-class SecondDerivativeError(RudaError, NotImplementedError):
-    """A derivative of a gradient of the fused experts was asked for; they have first derivatives only."""
 
 
 def _fake_forward(

@@ -6,9 +6,9 @@ import statistics
 from collections.abc import Callable
 
 import torch
+from grouped_swiglu import grouped_swiglu_experts
 
 from ruda_ds.ops.fused_experts import grouped_experts
-from ruda_ds.ops.grouped_swiglu import grouped_swiglu_experts
 from ruda_ds.ops.reference import reference_experts
 
 LEGEND = (

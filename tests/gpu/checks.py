@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Callable
 
 import torch
+from grouped_swiglu import grouped_swiglu_experts
 
 from ruda_ds.ops import self_check
 from ruda_ds.ops.fused_experts import fused_experts
-from ruda_ds.ops.grouped_swiglu import grouped_swiglu_experts
 
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 # (rows of each expert, H, F)

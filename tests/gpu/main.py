@@ -73,7 +73,7 @@ def main() -> int:
     import bench
     import checks
 
-    from ruda_ds.ops.build_tools import BuildError
+    from ruda_ds.errors import BuildError
     from ruda_ds.ops.builder import load_fused_experts
 
     head = heading()

@@ -1,4 +1,4 @@
-// Sums of rows on the CPU: one pass over memory, where a composition of torch's operators makes six for each of the K.
+// Sums of rows on the CPU: one pass over memory, where a composition of torch's operators makes several for each of the K.
 #include <ATen/Parallel.h>
 #include <ATen/core/Tensor.h>
 #include <ATen/ops/empty.h>

@@ -1,4 +1,4 @@
-"""The experts by torch's grouped product and our SwiGLU kernels: the CUDA path that needs no product of our own.
+"""A candidate for CUDA: torch's grouped product and our SwiGLU kernels, beside which tests/gpu/run measures the others.
 
 Saves the rows and the two halves of the pre-activation, and computes everything else again in backward.
 Letters: R rows sorted by expert, L experts, H hidden width, F expert width.
