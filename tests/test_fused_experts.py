@@ -1,6 +1,7 @@
 """The compiled experts against the float64 reference, and what they promise beside numbers."""
 
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -13,7 +14,7 @@ from torch.utils.checkpoint import checkpoint
 from torch.utils.flop_counter import FlopCounterMode
 
 from ruda_ds.errors import OwnershipError, SecondDerivativeError
-from ruda_ds.ops import fused_experts
+from ruda_ds.ops import RowLayout, fused_experts
 from ruda_ds.ops.builder import load_fused_experts
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -109,6 +110,100 @@ def test_output_and_gradients_are_those_of_the_reference(counts, hidden, inner, 
     for seed in range(2):
         drawn = make(counts, hidden, inner, dtype, seed)
         assert_close(compute(*drawn), drawn)
+
+
+def scattered(count, extra, seed):
+    """A layout of ``count`` rows by expert among ``count + extra`` given ones, and as many results."""
+    generator = torch.Generator().manual_seed(seed)
+    order, places = (torch.randperm(count + extra, generator=generator)[:count] for _ in range(2))
+    return RowLayout(order=order, places=places, size=count + extra)
+
+
+def in_layout(tensors, gradient, layout):
+    """Inputs of which ``layout`` makes the given ones; NaN where no row of an expert lies."""
+    rows, other = (torch.full((layout.size, tensors[0].shape[1]), torch.nan, dtype=gradient.dtype) for _ in range(2))
+    rows[layout.order], other[layout.places] = tensors[0].detach(), gradient
+    return [rows.requires_grad_(), *tensors[1:]], other
+
+
+@pytest.mark.parametrize("backend", ["cpu", "reference", "grouped"])
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_rows_and_results_may_lie_anywhere(dtype, backend):
+    cases = CASES if backend != "grouped" else [((130, 13), 64, 128), ((16,) * 8, 256, 128)]
+    for seed, (counts, hidden, inner) in enumerate(cases):
+        tensors, offsets, gradient = make(counts, hidden, inner, dtype)
+        for extra in (0, 3):
+            layout = scattered(sum(counts), extra, seed)
+            moved, upstream = in_layout(tensors, gradient, layout)
+            found = compute(moved, offsets, upstream, backend, layout=layout)
+            for which, index in ((0, layout.places), (1, layout.order)):
+                left_over = torch.ones(layout.size, dtype=torch.bool)
+                left_over[index] = False
+                assert found[which].shape == moved[0].shape
+                assert not found[which][left_over].any()
+                found[which] = found[which][index]
+            assert_same_bits(found, compute(tensors, offsets, gradient, backend))
+
+
+def test_rows_may_lie_sorted_and_their_results_elsewhere():
+    tensors, offsets, _ = make((3, 0, 20), 40, 24, torch.float32)
+    layout = RowLayout(order=None, places=torch.arange(23).flip(0) + 1, size=25)
+    for backend in ("cpu", "reference"):
+        found = fused_experts(tensors[0], offsets, *tensors[1:], backend=backend, layout=layout)
+        assert torch.equal(found[1:24].flip(0), fused_experts(tensors[0], offsets, *tensors[1:], backend=backend))
+        assert not found[0].any()
+        assert not found[24].any()
+
+
+@pytest.mark.parametrize("which", ["order", "places"])
+@pytest.mark.parametrize("wrong", [[0, 1, 1], [0, 1, 3], [0, 1, -1], [0, 1]], ids=str)
+def test_a_layout_that_cannot_be_is_refused(which, wrong):
+    tensors, offsets, _ = make((2, 1), 8, 16, torch.float32)
+    right = {"order": torch.arange(3), "places": torch.arange(3)}
+    layout = RowLayout(**right | {which: torch.tensor(wrong)}, size=3)
+    with pytest.raises(ValueError, match=r"fused_experts: (order|places|offsets)"):
+        fused_experts(tensors[0], offsets, *tensors[1:], backend="cpu", layout=layout)
+
+
+def test_without_gradients_nothing_is_kept():
+    tensors, offsets, _ = make((20, 3), 64, 128, torch.float32)
+    with_gradients = fused_experts(tensors[0], offsets, *tensors[1:], backend="cpu")
+    with torch.no_grad(), torch.profiler.profile(profile_memory=True) as profile:
+        output = fused_experts(tensors[0], offsets, *tensors[1:], backend="cpu")
+    assert torch.equal(output, with_gradients)
+    events = profile.profiler.kineto_results.events()
+    sizes = [event.nbytes() for event in events if event.name() == "[memory]"]
+    assert 4 * 23 * 64 in sizes
+    assert 4 * 23 * 2 * 128 not in sizes
+
+
+def address_space():
+    """Bytes that this process has mapped."""
+    status = Path("/proc/self/status").read_text()
+    return 1024 * int(re.search(r"VmSize:\s+(\d+) kB", status).group(1))
+
+
+def test_large_results_take_memory_that_earlier_ones_gave_back():
+    drawn = make((300, 0, 700), 512, 640, torch.float32)
+    wanted = [value.clone() for value in compute(*drawn)]
+    places = [{value.data_ptr() for value in compute(*drawn)} for _ in range(2)]
+    assert places[0] == places[1]
+    first, second = compute(*drawn), compute(*drawn)  # both alive
+    assert not {value.data_ptr() for value in first} & {value.data_ptr() for value in second}
+    assert_same_bits(first, wanted)
+    assert_same_bits(second, wanted)
+    grown = first[0].resize_(2000, 600)
+    assert grown.numel() == 1200000
+
+
+def test_what_is_kept_of_many_results_is_what_one_pass_needs():
+    drawn = make((300, 700), 512, 640, torch.float32)
+    results = sum(value.nbytes for value in compute(*drawn))
+    before = address_space()
+    many = [compute(*drawn) for _ in range(20)]
+    assert address_space() - before > 15 * results
+    del many
+    assert address_space() - before < 4 * results
 
 
 @settings(max_examples=60, deadline=None)
@@ -328,13 +423,19 @@ def test_activation_checkpointing_changes_no_bit(reentrant, dtype):
 def test_the_operators_keep_torchs_contract(dtype):
     tensors, offsets, gradient = make((20, 0, 33), 24, 40, dtype)
     rows, *weights = (tensor.detach() for tensor in tensors)
-    torch.library.opcheck(torch.ops.ruda.fused_experts, (rows, offsets, *weights))
+    layout = scattered(53, 2, 0)
+    placed = (layout.order, layout.places, layout.size)
+    moved = torch.zeros(layout.size, 24, dtype=dtype)
+    for inputs in ((rows,), (moved, layout.order), (rows, None, layout.places, 55, False)):
+        torch.library.opcheck(torch.ops.ruda.fused_experts, (inputs[0], offsets, *weights, *inputs[1:]))
     preactivation = torch.ops.ruda.fused_experts(rows, offsets, *weights)[1]
     saved = (gradient, rows, offsets, *weights, preactivation)
     buffers = [torch.zeros(weight.shape) for weight in weights]
     for needs in ([True] * 4, [True, False, True, False], [False] * 4):
         for chosen in ([None] * 3, buffers, [None, buffers[1], None]):
             torch.library.opcheck(torch.ops.ruda.fused_experts_backward, (*saved, needs, *chosen))
+    saved = (torch.zeros_like(moved), moved, *saved[2:])
+    torch.library.opcheck(torch.ops.ruda.fused_experts_backward, (*saved, [True] * 4, *buffers, *placed[:2]))
 
 
 @pytest.mark.parametrize("backend", ["cpu", "auto"])

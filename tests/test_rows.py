@@ -45,6 +45,22 @@ def test_the_compiled_sums_are_those_of_float64(tokens, top_k, hidden, dtype, se
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("kernels", ["avx512_bf16", "avx512", "avx2", "portable"])
+def test_every_instruction_set_gives_the_same_answer(kernels, dtype):
+    assert is_compiled("cpu", torch.zeros(1, 1))
+    best = torch.ops.ruda.cpu_kernels()
+    try:
+        torch.ops.ruda.cpu_kernels(kernels)
+    except ValueError:
+        pytest.skip("not on this CPU")
+    try:
+        for tokens, top_k, hidden in ((9, 3, 64), (5, 2, 201), (4, 1, 5)):
+            test_the_compiled_sums_are_those_of_float64.hypothesis.inner_test(tokens, top_k, hidden, dtype, 1)
+    finally:
+        torch.ops.ruda.cpu_kernels(best)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_a_tokens_sum_does_not_depend_on_the_others_or_on_threads(dtype):
     rows, weights, slots, gradient = problem(300, 4, 100, dtype)
     threads = torch.get_num_threads()
@@ -74,3 +90,7 @@ def test_what_does_not_fit_is_refused():
         combine_rows_backward(gradient[:3], rows, weights, slots, compiled=True)
     with pytest.raises(ValueError, match="int64"):
         sum_rows(rows, slots.int(), compiled=True)
+    with pytest.raises(IndexError, match="a slot is 13, expected a row of 13"):
+        sum_rows(rows, slots.where(slots != 0, 13), compiled=True)
+    with pytest.raises(IndexError, match="a slot is -1"):
+        sum_rows(rows, slots.where(slots != 0, -1), compiled=True)

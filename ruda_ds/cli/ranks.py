@@ -69,7 +69,7 @@ def run_ranks(
         processes, pipes = [], []
         port = free_port()  # nobody listens there: DeepSpeed names shared memory after it, and runs must not share
         for rank in range(world_size):
-            ours, theirs = context.Pipe(duplex=False)
+            ours, theirs = context.Pipe()
             settings = (rank, world_size, port, os.path.join(folder, "store"), timeout_s, dict(environ or {}))
             process = context.Process(target=_rank_main, args=(theirs, settings, function, args), daemon=True)
             process.start()
@@ -79,7 +79,11 @@ def run_ranks(
         try:
             return _collect(processes, pipes, timeout_s, grace_s)
         finally:
+            for pipe in pipes:
+                pipe.close()
+            deadline = time.monotonic() + GRACE_S
             for process in processes:
+                process.join(max(0.0, deadline - time.monotonic()))
                 if process.is_alive():
                     process.kill()
                 process.join()
@@ -132,6 +136,8 @@ def _rank_main(pipe: Connection, settings: tuple, function: Callable[..., Any], 
         succeeded, answer = False, pickle.dumps((False, traceback.format_exc()))
     with contextlib.suppress(BrokenPipeError):
         pipe.send_bytes(answer)
+        if succeeded:  # its peers may still be connecting to it: until the run is over, or the other end closed
+            pipe.poll(timeout_s)
     pipe.close()
     sys.stdout.flush()
     sys.stderr.flush()

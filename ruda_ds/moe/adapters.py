@@ -14,6 +14,7 @@ import torch.nn.functional as F
 from ruda_ds.errors import OwnershipError
 from ruda_ds.moe.experts import ExpertParallelSwiGLUExperts
 from ruda_ds.moe.partition import placeholder
+from ruda_ds.ops import RowLayout
 
 TARGETS = ("gate", "up", "down")
 
@@ -78,16 +79,22 @@ class LoRAExperts(torch.nn.Module):
         """Dtype of the base."""
         return self.base.dtype
 
-    def forward(self, rows: torch.Tensor, offsets: torch.Tensor, backend: str = "auto") -> torch.Tensor:
-        """[R, H] rows sorted by owned expert, offsets [L + 1] int64 -> [R, H]."""
-        owned = self.dimensions[0]
-        if self.merged or not owned:
-            return self.base(rows, offsets, backend)
+    def forward(
+        self, rows: torch.Tensor, offsets: torch.Tensor, backend: str = "auto", layout: RowLayout | None = None
+    ) -> torch.Tensor:
+        """[R, H] rows sorted by owned expert, or by a layout, offsets [L + 1] int64 -> as many results."""
+        if self.merged or not self.dimensions[0]:
+            return self.base(rows, offsets, backend, layout)
+        if layout is None:
+            return self._adapted(rows, offsets)
+        return layout.spread(self._adapted(layout.sort(rows), offsets))
+
+    def _adapted(self, rows: torch.Tensor, offsets: torch.Tensor) -> torch.Tensor:
         bounds = offsets.tolist()
         pieces = []
         cubes = {target: getattr(self.base, target).unbind() for target in TARGETS}
         factors = {t: (self.down_factors[t].unbind(), self.up_factors[t].unbind()) for t in self.targets}
-        for expert in range(owned):
+        for expert in range(len(bounds) - 1):
             x = rows[bounds[expert] : bounds[expert + 1]]
 
             def apply(target: str, value: torch.Tensor, expert: int = expert) -> torch.Tensor:

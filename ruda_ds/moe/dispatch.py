@@ -94,41 +94,6 @@ class Combine(torch.autograd.Function):
         return row_gradient, weight_gradient, None, term_gradient, None, None
 
 
-class Reorder(torch.autograd.Function):
-    """rows[order] for a permutation: the backward is a copy to places and not a scatter-add."""
-
-    @staticmethod
-    def forward(ctx: Any, rows: torch.Tensor, order: torch.Tensor) -> torch.Tensor:
-        """[R, H] in another order."""
-        ctx.save_for_backward(order)
-        return rows.index_select(0, order)
-
-    @staticmethod
-    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, None]:
-        """The inverse order."""
-        (order,) = ctx.saved_tensors
-        with record_function("ruda.backward.dispatch"):
-            return torch.empty_like(gradient).index_copy_(0, order, gradient), None
-
-
-class Spread(torch.autograd.Function):
-    """Rows [R, H] at distinct places of a [size, H]; the places that are left over are zero."""
-
-    @staticmethod
-    def forward(ctx: Any, rows: torch.Tensor, places: torch.Tensor, empty: torch.Tensor) -> torch.Tensor:
-        """[R + len(empty), H]; ``empty`` are the places that are left over."""
-        ctx.save_for_backward(places)
-        spread = rows.new_empty(len(places) + len(empty), rows.shape[1])
-        return spread.index_fill_(0, empty, 0).index_copy_(0, places, rows)
-
-    @staticmethod
-    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, None, None]:
-        """The rows back."""
-        (places,) = ctx.saved_tensors
-        with record_function("ruda.backward.dispatch"):
-            return gradient.index_select(0, places), None, None
-
-
 def regroup(table: torch.Tensor) -> torch.Tensor:
     """[R] int64: the arrived row at each place when rows are sorted by expert and, within one, by rank.
 

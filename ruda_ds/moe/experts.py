@@ -13,7 +13,7 @@ import torch
 from ruda_ds.errors import OwnershipError
 from ruda_ds.moe.ownership import ExpertOwnership
 from ruda_ds.moe.partition import ExpertPartitionContext
-from ruda_ds.ops import fused_experts
+from ruda_ds.ops import RowLayout, fused_experts
 
 
 class ExpertGeometry(Protocol):
@@ -40,8 +40,14 @@ class ReceivedExperts(ExpertGeometry, Protocol):
     The layer calls the module, so that ZeRO-3 gathers its parameters, and marks it as a leaf.
     """
 
-    def __call__(self, rows: torch.Tensor, offsets: torch.Tensor, backend: str) -> torch.Tensor:
-        """[R, H] rows sorted by owned expert, offsets [L + 1] -> [R, H]. Routing weights are not applied here."""
+    def __call__(
+        self, rows: torch.Tensor, offsets: torch.Tensor, backend: str, layout: RowLayout | None
+    ) -> torch.Tensor:
+        """[R, H] rows, offsets [L + 1] -> [size, H]. Routing weights are not applied here.
+
+        Experts that want their rows sorted by expert call ``layout.sort(rows)`` first and ``layout.spread(results)``
+        last; None stands for rows and results that are.
+        """
 
 
 class ExpertParallelSwiGLUExperts(torch.nn.Module):
@@ -113,11 +119,13 @@ class ExpertParallelSwiGLUExperts(torch.nn.Module):
         """Dtype of the weights. Not read by name: ZeRO-3 would take that for a use of the cube, and gather it."""
         return next(iter(self._parameters.values())).dtype  # type: ignore[union-attr]
 
-    def forward(self, rows: torch.Tensor, offsets: torch.Tensor, backend: str = "auto") -> torch.Tensor:
-        """[R, H] rows sorted by owned expert, offsets [L + 1] int64 -> [R, H]."""
-        if not self.dimensions[0]:
-            return rows  # none can have come
-        return fused_experts(rows, offsets, self.gate, self.up, self.down, backend)
+    def forward(
+        self, rows: torch.Tensor, offsets: torch.Tensor, backend: str = "auto", layout: RowLayout | None = None
+    ) -> torch.Tensor:
+        """[R, H] rows sorted by owned expert, or by a layout, offsets [L + 1] int64 -> as many results."""
+        if not self.dimensions[0]:  # none can have come
+            return rows if layout is None else layout.spread(rows)
+        return fused_experts(rows, offsets, self.gate, self.up, self.down, backend, layout=layout)
 
     def extra_repr(self) -> str:
         """What a printed model shows."""

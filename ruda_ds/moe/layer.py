@@ -27,11 +27,12 @@ from ruda_ds.comm.exchange import (
 from ruda_ds.comm.groups import expert_groups
 from ruda_ds.comm.scope import current_scope
 from ruda_ds.errors import NonFiniteError, OwnershipError
-from ruda_ds.moe.dispatch import Combine, Dispatch, Gather, Reorder, Spread, regroup, sort_by_expert
+from ruda_ds.moe.dispatch import Combine, Dispatch, Gather, regroup, sort_by_expert
 from ruda_ds.moe.experts import ReceivedExperts
 from ruda_ds.moe.losses import router_losses
 from ruda_ds.moe.options import MoEOptions
 from ruda_ds.moe.router import choose
+from ruda_ds.ops import RowLayout
 from ruda_ds.ops.rows import is_compiled
 
 
@@ -312,14 +313,12 @@ class ExpertParallelMoE(torch.nn.Module):
             received = table.sum(1)
             # Each rank's block of results ends in a row for the status.
             places = order + torch.repeat_interleave(torch.arange(len(table)), received)[order]
-            ends = (received + 1).cumsum(0) - 1
-            offsets, order, places, ends = (index.to(arrived.device) for index in (offsets, order, places, ends))
+            offsets, order, places = (index.to(arrived.device) for index in (offsets, order, places))
+            layout = RowLayout(
+                order=order if min(table.shape) > 1 else None, places=places, size=len(order) + len(table)
+            )
         try:
-            with record_function("ruda.dispatch"):
-                rows = Reorder.apply(arrived, order) if min(table.shape) > 1 else arrived
             with record_function("ruda.experts"):
-                computed = self.experts(rows, offsets, self.options.backend)
-            with record_function("ruda.dispatch"):
-                return Spread.apply(computed, places, ends)
+                return self.experts(arrived, offsets, self.options.backend, layout)
         except Exception as error:
             return error

@@ -14,6 +14,7 @@ import torch.nn.functional as F
 
 from ruda_ds.errors import BuildError, OwnershipError
 from ruda_ds.ops import library
+from ruda_ds.ops.layout import RowLayout
 from ruda_ds.ops.reference import reference_experts
 
 BACKENDS = ("auto", "reference", "grouped", "cpu", "cuda")
@@ -157,6 +158,7 @@ def fused_experts(
     down: torch.Tensor,
     backend: str = "auto",
     weight_gradients: Sequence[torch.Tensor | None] | None = None,
+    layout: RowLayout | None = None,
 ) -> torch.Tensor:
     """SwiGLU experts on rows sorted by expert; see `reference_experts` for shapes.
 
@@ -172,6 +174,8 @@ def fused_experts(
         weight_gradients: float32 buffers for the gradients of gate, up and down, or None for any of them. A backward
             pass adds to a buffer in place, and hands no gradient of that weight to autograd. The compiled backends add
             float32 sums; the others add gradients that were rounded to the weight's dtype.
+        layout: rows that lie in another order than by expert, and where their results go: the backend "cpu" reads and
+            writes them there, the others copy. None: both are sorted by expert.
 
     Raises:
         OwnershipError: shapes, dtypes, devices or buffers that do not belong together, or a backend that is unknown or
@@ -183,11 +187,29 @@ def fused_experts(
     if backend not in BACKENDS:
         raise OwnershipError(f"backend is {backend!r}, expected one of {', '.join(BACKENDS)}")
     weights = (gate, up, down)
-    buffers = tuple(weight_gradients) if weight_gradients is not None else (None, None, None)
+    buffers: Any = tuple(weight_gradients) if weight_gradients is not None else (None, None, None)
     _check_buffers(buffers, weights)
     chosen = _choice(backend, rows, gate)
-    if chosen in COMPILED_DTYPES:
-        return library.FusedExperts.apply(rows, offsets, *weights, *buffers)
-    gate, up, down = (w if b is None else _IntoBuffer.apply(w, b) for w, b in zip(weights, buffers, strict=True))
-    compute = reference_experts if chosen == "reference" else grouped_experts
-    return compute(rows, offsets, gate, up, down)
+    if chosen == "cpu":
+        return _compiled(rows, offsets, weights, buffers, layout)
+    if layout is not None:
+        rows = layout.sort(rows)
+    if chosen == "cuda":
+        results = _compiled(rows, offsets, weights, buffers, None)
+    else:
+        gate, up, down = (w if b is None else _IntoBuffer.apply(w, b) for w, b in zip(weights, buffers, strict=True))
+        compute = reference_experts if chosen == "reference" else grouped_experts
+        results = compute(rows, offsets, gate, up, down)
+    return results if layout is None else layout.spread(results)
+
+
+def _compiled(
+    rows: torch.Tensor,
+    offsets: torch.Tensor,
+    weights: tuple[torch.Tensor, torch.Tensor, torch.Tensor],
+    buffers: library.Buffers,
+    layout: RowLayout | None,
+) -> torch.Tensor:
+    keep = torch.is_grad_enabled() and any(tensor.requires_grad for tensor in (rows, *weights))
+    placed = (None, None, 0) if layout is None else (layout.order, layout.places, layout.size)
+    return library.FusedExperts.apply(rows, offsets, *weights, *buffers, *placed, keep)

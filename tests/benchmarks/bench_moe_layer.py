@@ -3,8 +3,9 @@
     python tests/benchmarks/bench_moe_layer.py [--pairs 12] [--cases coarse-fp32,fine-bf16]
 
 Both layers hold the same weights and get the same tokens; outputs and gradients are compared first. Each pair times
-both, in alternating order; a layer's time is that of its slowest rank. Then ours runs under the profiler: how its time
-falls to its phases, and the bytes that it sends to the other rank. Last line: JSON.
+both, in alternating order; a layer's time is that of its slowest rank. Then ours runs alone: what share of its time is
+not the experts' arithmetic, what a bare all-to-all-v of its rows would take, under the profiler how its time falls to
+its phases, and the bytes that it sends to the other rank. Last line: JSON.
 """
 
 from __future__ import annotations
@@ -132,6 +133,55 @@ class ExpertsClock:
         self.spent += time.perf_counter() - self._began
 
 
+def clocked(layer, x: torch.Tensor, upstream: torch.Tensor, repeats: int) -> tuple[float, float]:
+    """(seconds in the experts, seconds in all) of this rank."""
+    clock, whole = ExpertsClock(layer), 0.0
+    for _ in range(repeats):
+        dist.barrier()
+        began = time.perf_counter()
+        run(layer, x, upstream)
+        whole += time.perf_counter() - began
+    for handle in clock.handles:
+        handle.remove()
+    return clock.spent, whole
+
+
+def over_ranks(value: float, op=dist.ReduceOp.SUM) -> float:
+    """Of all ranks."""
+    total = torch.tensor(value, dtype=torch.float64)
+    dist.all_reduce(total, op=op)
+    return total.item()
+
+
+def not_experts(layer, x: torch.Tensor, upstream: torch.Tensor, repeats: int = 12) -> dict[str, float]:
+    """Share of the layer's time outside the experts: the mean of the ranks, in which one waits for the other's experts
+    where that one got more rows; and that of the rank that was longest in its experts."""
+    experts, whole = clocked(layer, x, upstream, repeats)
+    share, ranks = experts / whole, dist.get_world_size()
+    return {
+        "not_experts": round(1 - over_ranks(share) / ranks, 3),
+        "not_experts_busiest": round(1 - over_ranks(share, dist.ReduceOp.MAX), 3),
+    }
+
+
+def wire(layer, x: torch.Tensor, repeats: int = 12) -> float:
+    """Seconds that torch's bare all-to-all-v takes for the rows that the layer moves: there and back, and the gradients
+    of both. What no layer over this group can go below."""
+    with torch.no_grad():
+        out = layer.moe.forward_detailed(x)
+    there = torch.empty(sum(out.sent_rows), x.shape[-1], dtype=x.dtype)
+    here = torch.empty(sum(out.received_rows), x.shape[-1], dtype=x.dtype)
+    taken = []
+    for _ in range(repeats):
+        dist.barrier()
+        began = time.perf_counter()
+        for _ in range(2):
+            dist.all_to_all_single(here, there, out.received_rows, out.sent_rows)
+            dist.all_to_all_single(there, here, out.sent_rows, out.received_rows)
+        taken.append(over_ranks(time.perf_counter() - began, dist.ReduceOp.MAX))
+    return statistics.median(taken)
+
+
 def split_of(layer, x: torch.Tensor, upstream: torch.Tensor, repeats: int = 6) -> dict[str, float]:
     """Share of the layer's time by phase, forward and backward together, mean over the ranks.
 
@@ -139,25 +189,15 @@ def split_of(layer, x: torch.Tensor, upstream: torch.Tensor, repeats: int = 6) -
     """
     from torch.profiler import ProfilerActivity, profile
 
-    clock, whole = ExpertsClock(layer), 0.0
     with profile(activities=[ProfilerActivity.CPU]) as trace:
-        for _ in range(repeats):
-            dist.barrier()
-            began = time.perf_counter()
-            run(layer, x, upstream)
-            whole += time.perf_counter() - began
-    for handle in clock.handles:
-        handle.remove()
+        experts, whole = clocked(layer, x, upstream, repeats)
     spent = dict.fromkeys(PHASES, 0.0)
     for event in trace.key_averages():
         name = event.key.removeprefix("ruda.").removeprefix("backward.")
         if name in spent and event.key.startswith("ruda."):
             spent[name] += event.cpu_time_total * 1e-6
-    spent["experts"] = clock.spent
-    shares = torch.tensor([spent[name] for name in PHASES], dtype=torch.float64) / whole
-    dist.all_reduce(shares)
-    shares /= dist.get_world_size()
-    return {name: round(share, 3) for name, share in zip(PHASES, shares.tolist(), strict=True)}
+    spent["experts"] = experts
+    return {name: round(over_ranks(seconds / whole) / dist.get_world_size(), 3) for name, seconds in spent.items()}
 
 
 def bytes_sent(layer, x: torch.Tensor, experts: int) -> int:
@@ -197,16 +237,17 @@ def measure(case: str, dtype: str, pairs: int) -> dict:
         for name, layer in order if pair % 2 else reversed(order):
             times[name].append(timed(layer, x, upstream))
     ratios = [a / b for a, b in zip(times["ours"][1:], times["autoep"][1:], strict=True)]
-    shares = split_of(ours, x, upstream)
+    milliseconds = {name: round(1e3 * statistics.median(taken[1:]), 1) for name, taken in times.items()}
     return {
         "case": case,
         "dtype": dtype,
-        "ours_ms": round(1e3 * statistics.median(times["ours"][1:]), 1),
-        "autoep_ms": round(1e3 * statistics.median(times["autoep"][1:]), 1),
+        "ours_ms": milliseconds["ours"],
+        "autoep_ms": milliseconds["autoep"],
         "ratio": round(statistics.median(ratios), 3),
         "ratio_span": [round(min(ratios), 3), round(max(ratios), 3)],
-        "not_experts": round(1 - shares["experts"], 3),
-        "shares": shares,
+        **not_experts(ours, x, upstream),
+        "wire": round(1e3 * wire(ours, x) / milliseconds["ours"], 3),
+        "shares": split_of(ours, x, upstream),
         "sent_bytes": bytes_sent(ours, x, experts),
     }
 
@@ -229,12 +270,15 @@ def main() -> None:
     parser.add_argument("--cases", default=",".join(every))
     args = parser.parse_args()
     rows = run_ranks(rank_main, 2, args.cases.split(","), args.pairs, timeout_s=1800)[0]
-    print("\ncase         ours ms  AutoEP ms  ratio   not experts   " + "  ".join(f"{name:>8}" for name in PHASES))
+    print(
+        "\ncase         ours ms  AutoEP ms  ratio   not experts (busiest)   "
+        + "  ".join(f"{name:>8}" for name in PHASES)
+    )
     for row in rows:
         shares = "  ".join(f"{row['shares'][name]:8.3f}" for name in PHASES)
         print(
             f"{row['case'] + '-' + row['dtype']:12} {row['ours_ms']:7}  {row['autoep_ms']:9}  {row['ratio']:5}  "
-            f"{row['not_experts']:11}   {shares}"
+            f"{row['not_experts']:11} ({row['not_experts_busiest']:.3f})   {row['wire']:.3f}   {shares}"
         )
     print(json.dumps({"name": "moe_layer", "rows": rows, "worst_ratio": max(row["ratio"] for row in rows)}))
 

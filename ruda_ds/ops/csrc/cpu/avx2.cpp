@@ -16,8 +16,9 @@ namespace {
 #include "product.h"
 #include "activation.h"
 #include "tasks.h"
+#include "row_sums.h"
 }  // namespace
 
-extern const Kernels kernels = {"avx2", run};
+extern const Kernels kernels = {"avx2", run, sum_rows};
 }  // namespace ruda::cpu::avx2
 #endif

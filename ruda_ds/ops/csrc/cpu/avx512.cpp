@@ -19,8 +19,9 @@ namespace {
 #include "product.h"
 #include "activation.h"
 #include "tasks.h"
+#include "row_sums.h"
 }  // namespace
 
-extern const Kernels kernels = {"avx512", run};
+extern const Kernels kernels = {"avx512", run, sum_rows};
 }  // namespace ruda::cpu::avx512
 #endif

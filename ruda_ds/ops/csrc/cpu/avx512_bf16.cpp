@@ -20,8 +20,9 @@ namespace {
 #include "product.h"
 #include "activation.h"
 #include "tasks.h"
+#include "row_sums.h"
 }  // namespace
 
-extern const Kernels kernels = {"avx512_bf16", run};
+extern const Kernels kernels = {"avx512_bf16", run, sum_rows};
 }  // namespace ruda::cpu::avx512_bf16
 #endif

@@ -8,11 +8,13 @@
 #include <array>
 #include <atomic>
 #include <cstdlib>
+#include <cstring>
 #include <memory>
 #include <optional>
 #include <string>
 #include <string_view>
 #include <tuple>
+#include <vector>
 
 #include "memory.h"
 #include "schedule.h"
@@ -69,12 +71,41 @@ void check_like(const char* name, const Tensor& tensor, at::IntArrayRef shape, a
                     tensor.scalar_type(), " ", tensor.sizes(), ", expected ", type, " ", shape);
 }
 
+// Where the rows by expert lie in a matrix of ``size`` rows, each in one of its own; the others are zeroed.
+struct Places {
+  Tensor index;
+  std::vector<std::int64_t> empty;
+
+  Places(const char* name, const Tensor& given, long count, long size) {
+    check_like(name, given, {count}, at::kLong);
+    index = given.contiguous();
+    std::vector<bool> taken(size);
+    for (const std::int64_t at : at::IntArrayRef(pointer(), count)) {
+      TORCH_CHECK_VALUE(at >= 0 && at < size && !taken[at], "fused_experts: ", name, " holds ", at,
+                        ", expected each number below ", size, " once at most");
+      taken[at] = true;
+    }
+    for (long at = 0; at < size; ++at)
+      if (!taken[at]) empty.push_back(at);
+  }
+  const std::int64_t* pointer() const { return index.const_data_ptr<std::int64_t>(); }
+  void zero_empty(const Tensor& matrix) const {
+    const long bytes = matrix.size(1) * matrix.element_size();
+    for (const std::int64_t at : empty) std::memset(static_cast<char*>(matrix.mutable_data_ptr()) + at * bytes, 0, bytes);
+  }
+};
+
+using MaybePlaces = std::optional<Places>;
+
 // A problem with its inputs checked and made contiguous; it keeps the copies alive.
 struct Inputs {
   Problem problem{};
   Tensor rows, offsets, gate, up, down;
+  MaybePlaces order, places;
+  long size;  // rows of the output
 
-  Inputs(const Tensor& rows_, const Tensor& offsets_, const Tensor& gate_, const Tensor& up_, const Tensor& down_) {
+  Inputs(const Tensor& rows_, const Tensor& offsets_, const Tensor& gate_, const Tensor& up_, const Tensor& down_,
+         const std::optional<Tensor>& order_, const std::optional<Tensor>& places_, long size_) {
     TORCH_CHECK_VALUE(rows_.dim() == 2 && gate_.dim() == 3, "fused_experts: rows are ", rows_.sizes(), " and gate is ",
                       gate_.sizes(), ", expected [R, H] and [L, F, H]");
     const auto type = rows_.scalar_type();
@@ -89,38 +120,51 @@ struct Inputs {
     rows = rows_.contiguous(), offsets = offsets_.contiguous();
     gate = gate_.contiguous(), up = up_.contiguous(), down = down_.contiguous();
     const std::int64_t* bound = offsets.const_data_ptr<std::int64_t>();
-    TORCH_CHECK_VALUE(bound[0] == 0 && bound[experts] == rows.size(0) && std::is_sorted(bound, bound + experts + 1),
-                      "fused_experts: offsets go from ", bound[0], " to ", bound[experts], ", expected 0 to ",
-                      rows.size(0), " without a step back");
+    const long count = order_ ? order_->numel() : rows.size(0);
+    TORCH_CHECK_VALUE(bound[0] == 0 && bound[experts] == count && std::is_sorted(bound, bound + experts + 1),
+                      "fused_experts: offsets go from ", bound[0], " to ", bound[experts], ", expected 0 to ", count,
+                      " without a step back");
+    size = places_ ? size_ : count;
+    if (order_) problem.order = order.emplace("order", *order_, count, rows.size(0)).pointer();
+    if (places_) problem.places = places.emplace("places", *places_, count, size).pointer();
     problem.scalar = type == at::kFloat ? Scalar::f32 : Scalar::bf16;
-    problem.rows = rows.size(0), problem.experts = experts, problem.hidden = hidden, problem.inner = inner;
+    problem.rows = count, problem.experts = experts, problem.hidden = hidden, problem.inner = inner;
     problem.offsets = bound;
     problem.x = rows.const_data_ptr(), problem.gate = gate.const_data_ptr(), problem.up = up.const_data_ptr();
     problem.down = down.const_data_ptr();
   }
 };
 
+// A fresh matrix for rows at their places.
+Tensor fresh_at(Pass& pass, const MaybePlaces& places, long size, const Tensor& like) {
+  Tensor made = pass.fresh({size, like.size(1)}, like.options());
+  if (places) places->zero_empty(made);
+  return made;
+}
+
 std::tuple<Tensor, Tensor> fused_experts(
-    const Tensor& rows, const Tensor& offsets, const Tensor& gate, const Tensor& up, const Tensor& down) {
-  Inputs inputs(rows, offsets, gate, up, down);
+    const Tensor& rows, const Tensor& offsets, const Tensor& gate, const Tensor& up, const Tensor& down,
+    const std::optional<Tensor>& order, const std::optional<Tensor>& places, std::int64_t size, bool keep) {
+  Inputs inputs(rows, offsets, gate, up, down, order, places, size);
   Problem& p = inputs.problem;
-  Tensor output = fresh({p.rows, p.hidden}, rows.options());
-  Tensor preactivation = fresh({p.rows, 2 * p.inner}, rows.options());
-  Tensor activation = fresh({p.rows, p.inner}, rows.options());
-  p.output = output.mutable_data_ptr(), p.preactivation = preactivation.mutable_data_ptr();
-  p.activation = activation.mutable_data_ptr();
+  Pass pass;
+  Tensor output = fresh_at(pass, inputs.places, inputs.size, inputs.rows);
+  Tensor preactivation = keep ? pass.fresh({p.rows, 2 * p.inner}, rows.options()) : at::empty({0}, rows.options());
+  Tensor activation = pass.fresh({p.rows, p.inner}, rows.options());
+  p.output = output.mutable_data_ptr(), p.activation = activation.mutable_data_ptr();
+  if (keep) p.preactivation = preactivation.mutable_data_ptr();
   const int threads = at::get_num_threads();
   run(p, forward_stages(p, threads), threads);
   return {output, preactivation};
 }
 
 // The tensor for a weight's gradient, which is returned unless it is a given buffer.
-Tensor weight_gradient(Problem& p, int which, const char* name, bool needed, const Tensor& weight,
+Tensor weight_gradient(Pass& pass, Problem& p, int which, const char* name, bool needed, const Tensor& weight,
                        const std::optional<Tensor>& buffer) {
   Tensor nothing = at::empty({0}, weight.options());
   if (!needed) return nothing;
   if (!buffer) {
-    Tensor made = fresh(weight.sizes(), weight.options());
+    Tensor made = pass.fresh(weight.sizes(), weight.options());
     p.weight_gradient[which] = made.mutable_data_ptr();
     return made;
   }
@@ -136,22 +180,24 @@ std::tuple<Tensor, Tensor, Tensor, Tensor> fused_experts_backward(
     const Tensor& gradient, const Tensor& rows, const Tensor& offsets, const Tensor& gate, const Tensor& up,
     const Tensor& down, const Tensor& preactivation, std::array<bool, 4> needs,
     const std::optional<Tensor>& gate_buffer, const std::optional<Tensor>& up_buffer,
-    const std::optional<Tensor>& down_buffer) {
-  Inputs inputs(rows, offsets, gate, up, down);
+    const std::optional<Tensor>& down_buffer, const std::optional<Tensor>& order,
+    const std::optional<Tensor>& places) {
+  Inputs inputs(rows, offsets, gate, up, down, order, places, gradient.size(0));
   Problem& p = inputs.problem;
-  check_like("gradient", gradient, rows.sizes(), rows.scalar_type());
+  check_like("gradient", gradient, {inputs.size, p.hidden}, rows.scalar_type());
   check_like("preactivation", preactivation, {p.rows, 2 * p.inner}, rows.scalar_type());
   const Tensor given = gradient.contiguous(), pre = preactivation.contiguous();
   p.gradient = given.const_data_ptr();
   p.preactivation = const_cast<void*>(pre.const_data_ptr());  // only read by this pass
-  Tensor found = needs[0] ? fresh(rows.sizes(), rows.options()) : at::empty({0}, rows.options());
+  Pass pass;
+  Tensor found = needs[0] ? fresh_at(pass, inputs.order, rows.size(0), inputs.rows) : at::empty({0}, rows.options());
   if (needs[0]) p.x_gradient = found.mutable_data_ptr();
-  Tensor gate_found = weight_gradient(p, 0, "gate_gradient", needs[1], gate, gate_buffer);
-  Tensor up_found = weight_gradient(p, 1, "up_gradient", needs[2], up, up_buffer);
-  Tensor down_found = weight_gradient(p, 2, "down_gradient", needs[3], down, down_buffer);
+  Tensor gate_found = weight_gradient(pass, p, 0, "gate_gradient", needs[1], gate, gate_buffer);
+  Tensor up_found = weight_gradient(pass, p, 1, "up_gradient", needs[2], up, up_buffer);
+  Tensor down_found = weight_gradient(pass, p, 2, "down_gradient", needs[3], down, down_buffer);
   Tensor activation, inner;
-  if (needs[3]) activation = fresh({p.rows, p.inner}, rows.options());
-  if (needs[0] || needs[1] || needs[2]) inner = fresh(pre.sizes(), rows.options());
+  if (needs[3]) activation = pass.fresh({p.rows, p.inner}, rows.options());
+  if (needs[0] || needs[1] || needs[2]) inner = pass.fresh(pre.sizes(), rows.options());
   if (activation.defined()) p.activation = activation.mutable_data_ptr();
   if (inner.defined()) p.preactivation_gradient = inner.mutable_data_ptr();
   const int threads = at::get_num_threads();

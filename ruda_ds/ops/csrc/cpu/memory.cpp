@@ -1,72 +1,141 @@
-// Huge pages, unless the kernel has to make room for them first.
+// Large blocks of memory, used again.
 #include "memory.h"
 
-#include <ATen/Parallel.h>
+#include <ATen/Context.h>
 #include <ATen/ops/empty.h>
+#include <c10/core/Allocator.h>
+#include <c10/core/CPUAllocator.h>
+#include <c10/core/Storage.h>
+#include <sys/mman.h>
 
 #include <algorithm>
 #include <atomic>
-
-#ifdef __linux__
-#include <sys/mman.h>
-#include <time.h>
-#endif
+#include <deque>
+#include <mutex>
 
 namespace ruda::cpu {
-
-#ifdef __linux__
 namespace {
 
-constexpr std::uintptr_t kPage = 2 << 20;
-// What small pages reach; free huge pages are four times as fast. But a kernel that has to make room for them first, or
-// a virtual machine whose host has to, can be four times as slow: no thread goes on that has lost so much time.
-constexpr double kSmallPageBytesPerSecond = 2.4e9;
-constexpr double kMostSecondsLost = 4e-3;
-// And for so long, the other tensors of the same pass, none is asked for.
-constexpr double kPauseSeconds = 0.3;
-std::atomic<double> paused_until{0};
+// Smaller ones malloc keeps by itself.
+constexpr std::size_t kLarge = 1 << 20;
 
-double seconds(clockid_t clock) {
-  timespec now{};
-  clock_gettime(clock, &now);
-  return static_cast<double>(now.tv_sec) + 1e-9 * static_cast<double>(now.tv_nsec);
+// In steps of an eighth, so that a block fits many a tensor.
+std::size_t block_size(std::size_t bytes) {
+  std::size_t step = kLarge / 8;
+  while (step * 16 <= bytes) step *= 2;
+  return (bytes + step - 1) / step * step;
 }
 
-// Touches the pages of [begin, end) from all threads, until one finds it slow; false if one did.
-bool touch(std::uintptr_t begin, std::uintptr_t end) {
-  std::atomic<std::uintptr_t> next{begin};
-  std::atomic<bool> slow{false};
-  at::parallel_for(0, at::get_num_threads(), 1, [&](std::int64_t, std::int64_t) {
-    // This thread's own time: waiting for a processor is not the page's fault.
-    const double start = seconds(CLOCK_THREAD_CPUTIME_ID);
-    double fair = kMostSecondsLost;
-    for (std::uintptr_t at; !slow && (at = next.fetch_add(kPage)) < end;) {
-      *reinterpret_cast<volatile char*>(at) = 0;
-      fair += kPage / kSmallPageBytesPerSecond;
-      if (seconds(CLOCK_THREAD_CPUTIME_ID) - start > fair) slow = true;
+struct Block {
+  void* data;
+  std::size_t size;
+  std::size_t used;  // bytes of the tensor
+};
+
+// Of this process, and never destroyed: tensors may outlive whatever else there is.
+class Pool {
+ public:
+  static Pool& get() {
+    static Pool* const pool = new Pool;
+    return *pool;
+  }
+
+  Block* take(std::size_t bytes) {
+    const std::size_t size = block_size(bytes);
+    void* data = kept(size);
+    if (!data) data = map(size);
+    if (!data) {
+      drop(0);
+      data = map(size);
     }
-  });
-  return !slow;
-}
+    TORCH_CHECK(data, "fused_experts: no memory for ", size, " bytes of a result");
+    Block* const block = new Block{data, size, bytes};
+    report(*block, static_cast<std::int64_t>(bytes));
+    return block;
+  }
 
-void use_huge_pages(const at::Tensor& tensor) {
-  const auto data = reinterpret_cast<std::uintptr_t>(tensor.data_ptr());
-  const std::uintptr_t begin = (data + kPage - 1) / kPage * kPage, end = (data + tensor.nbytes()) / kPage * kPage;
-  if (end <= begin || seconds(CLOCK_MONOTONIC) < paused_until) return;
-  if (madvise(reinterpret_cast<void*>(begin), end - begin, MADV_HUGEPAGE) || touch(begin, end)) return;
-  madvise(reinterpret_cast<void*>(begin), end - begin, MADV_NOHUGEPAGE);
-  paused_until = seconds(CLOCK_MONOTONIC) + kPauseSeconds;
-}
+  static void give_back(void* context) {
+    Block* const block = static_cast<Block*>(context);
+    Pool& pool = get();
+    pool.report(*block, -static_cast<std::int64_t>(block->used));
+    {
+      const std::lock_guard<std::mutex> lock(pool.mutex_);
+      pool.kept_ += block->size;
+      pool.free_.push_back(*block);
+    }
+    delete block;
+    pool.drop(pool.limit_);
+  }
+
+  // A pass has asked for so many bytes.
+  void learn(std::size_t asked) {
+    const std::lock_guard<std::mutex> lock(mutex_);
+    limit_ = std::max<std::size_t>(limit_, asked);
+  }
+
+ private:
+  // From the system and not from malloc, which keeps of its own what it is given back.
+  static void* map(std::size_t size) {
+    void* const found = mmap(nullptr, size, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
+    return found == MAP_FAILED ? nullptr : found;
+  }
+
+  // Memory that lies ready; null if none does. The last given back first: it may still be in the caches.
+  void* kept(std::size_t size) {
+    const std::lock_guard<std::mutex> lock(mutex_);
+    const auto found = std::find_if(free_.rbegin(), free_.rend(), [&](const Block& b) { return b.size == size; });
+    if (found == free_.rend()) return nullptr;
+    void* const data = found->data;
+    kept_ -= size;
+    free_.erase(std::next(found).base());
+    return data;
+  }
+
+  // The oldest blocks, until no more than ``most`` bytes are kept.
+  void drop(std::size_t most) {
+    std::deque<Block> dropped;
+    {
+      const std::lock_guard<std::mutex> lock(mutex_);
+      for (; kept_ > most; free_.pop_front()) {
+        kept_ -= free_.front().size;
+        dropped.push_back(free_.front());
+      }
+    }
+    for (const Block& block : dropped) munmap(block.data, block.size);
+  }
+
+  // As torch's own allocator tells its profiler.
+  void report(const Block& block, std::int64_t bytes) {
+    live_ += bytes;
+    if (c10::memoryProfilingEnabled())
+      c10::reportMemoryUsageToProfiler(block.data, bytes, live_, 0, at::Device(at::DeviceType::CPU));
+  }
+
+  std::mutex mutex_;
+  std::deque<Block> free_;  // the oldest first
+  std::size_t kept_ = 0;
+  std::atomic<std::size_t> limit_{0}, live_{0};
+};
 
 }  // namespace
-#endif
 
-at::Tensor fresh(at::IntArrayRef shape, const at::TensorOptions& options) {
-  at::Tensor made = at::empty(shape, options);
-#ifdef __linux__
-  use_huge_pages(made);
-#endif
-  return made;
+Pass::~Pass() {
+  if (asked_) Pool::get().learn(asked_);
+}
+
+at::Tensor Pass::fresh(at::IntArrayRef shape, const at::TensorOptions& options) {
+  const at::Tensor made = at::empty({0}, options);
+  std::size_t bytes = made.element_size();
+  for (const std::int64_t width : shape) bytes *= width;
+  // torch fills new memory with NaN where it is asked for, to show what nobody has written.
+  const at::Context& context = at::globalContext();
+  if (bytes < kLarge || (context.deterministicAlgorithms() && context.deterministicFillUninitializedMemory()))
+    return at::empty(shape, options);
+  Block* const block = Pool::get().take(bytes);
+  asked_ += block->size;
+  at::DataPtr data(block->data, block, &Pool::give_back, at::Device(at::DeviceType::CPU));
+  return made.set_(c10::Storage(c10::Storage::use_byte_size_t(), bytes, std::move(data), c10::GetCPUAllocator(), true), 0,
+                   shape);
 }
 
 }  // namespace ruda::cpu

@@ -5,8 +5,16 @@
 
 namespace ruda::cpu {
 
-// An uninitialised tensor. A large one lies in huge pages where the kernel has them at hand: 4 KiB at a time its first
-// touch is four times as slow, and takes a tenth to a quarter of a backward pass.
-at::Tensor fresh(at::IntArrayRef shape, const at::TensorOptions& options);
+// What one pass allocates.
+class Pass {
+ public:
+  ~Pass();
+  // An uninitialised tensor. A large one takes memory that an earlier one has given back: the first touch of new pages
+  // takes a tenth to a third of a backward pass. What lies ready is at most what the largest pass has asked for.
+  at::Tensor fresh(at::IntArrayRef shape, const at::TensorOptions& options);
+
+ private:
+  std::size_t asked_ = 0;
+};
 
 }  // namespace ruda::cpu

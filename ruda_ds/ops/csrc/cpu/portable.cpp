@@ -12,7 +12,8 @@ namespace {
 #include "product.h"
 #include "activation.h"
 #include "tasks.h"
+#include "row_sums.h"
 }  // namespace
 
-extern const Kernels kernels = {"portable", run};
+extern const Kernels kernels = {"portable", run, sum_rows};
 }  // namespace ruda::cpu::portable

@@ -33,16 +33,19 @@ struct Problem {
   Scalar scalar;
   long rows, experts, hidden, inner;
   const std::int64_t* offsets;  // [L + 1]
-  const void* x;                // [R, H]
+  // [R]: where the r-th row by expert lies, in x and its gradient, and in the output and its gradient. Null: at r.
+  const std::int64_t* order;
+  const std::int64_t* places;
+  const void* x;                // [N, H]
   const void* gate;             // [L, F, H]
   const void* up;               // [L, F, H]
   const void* down;             // [L, H, F]
   void* preactivation;          // [R, 2 F], gate then up; written by the forward pass, read by the backward pass
   void* activation;             // [R, F], silu(gate x) * up x
-  void* output;                 // [R, H]
-  const void* gradient;         // [R, H], of the output
+  void* output;                 // [M, H]
+  const void* gradient;         // [M, H], of the output
   void* preactivation_gradient;  // [R, 2 F]
-  void* x_gradient;              // [R, H]
+  void* x_gradient;              // [N, H]
   // Gradients of gate, up and down. ``add``: float32, added to; else in the scalar's type, overwritten.
   void* weight_gradient[3];
   bool add[3];
@@ -68,10 +71,28 @@ struct Task {
 // and this thread's own.
 using RunTask = void (*)(const Problem&, const Task&, const Task* next, char* scratch);
 
+// Sums of K rows a token. Null ``gradient``: sums[t] = sum over k of weights[t, k] rows[slots[t, k]], weights null: 1;
+// else its derivatives, for slots that name no row twice.
+struct RowSums {
+  Scalar scalar;
+  long top_k, hidden;
+  const void* rows;           // [N, H]
+  const std::int64_t* slots;  // [T, K]
+  const float* weights;       // [T, K]
+  void* sums;                 // [T, H]
+  const void* gradient;       // [T, H]
+  void* row_gradient;         // [N, H], written where a slot points
+  float* weight_gradient;     // [T, K]
+};
+
+// For tokens [first, last).
+using SumRows = void (*)(const RowSums&, long first, long last);
+
 // Of the best instruction set that this CPU and RUDA_CPU_LEVEL allow.
 struct Kernels {
   const char* name;
   RunTask run;
+  SumRows sum_rows;
 };
 const Kernels& kernels();
 // By name ("avx512_bf16", "avx512", "avx2", "portable"); null where this CPU lacks it.

@@ -17,31 +17,45 @@ struct Scratch {
   float* kept(long padded_words) const { return reinterpret_cast<float*>(padded + (padded_words + 15) / 16 * 16); }
 };
 
-// Rows of a matrix whose k may be odd: then words would cross into the next row, and a copy is read instead.
+// Rows of a matrix, in the order of an index if there is one.
 template <class T>
-struct LeftRows {
-  const T* rows;
-  long stride, k;
+struct Rows {
+  const T* first;
+  long width;
+  const std::int64_t* index;
 
-  INLINE const char* words(long row, long count, long begin, long steps, Word* padded, InRows& at) const {
-    const T* from = rows + row * stride + begin;
-    at.stride = stride * static_cast<long>(sizeof(T));
-    if (begin + steps * kStep<T> <= k) return reinterpret_cast<const char*>(from);
-    at.stride = steps * static_cast<long>(sizeof(Word));
-    for (long i = 0; i < count; ++i) {
-      padded[(i + 1) * steps - 1] = 0;
-      __builtin_memcpy(padded + i * steps, from + i * stride, (k - begin) * sizeof(T));
-    }
-    return reinterpret_cast<const char*>(padded);
+  INLINE const T* operator()(long i) const { return first + (index ? index[i] : i) * width; }
+  Ahead ahead(long row, long column, long pieces) const {
+    const long stride = width * static_cast<long>(sizeof(T));
+    return {reinterpret_cast<const char*>(first + (index ? 0 : row * width) + column), stride, pieces,
+            index ? index + row : nullptr};
   }
 };
+
+// The words of rows [row, row + count) of ``last`` rows, k from ``begin`` on. Where k is odd they would cross into the
+// next row, and a copy is read instead.
+template <class T>
+INLINE InRows words(const Rows<T>& left, long row, long count, long last, long begin, long steps, Word* padded) {
+  InRows at;
+  const bool whole = begin + steps * kStep<T> <= left.width;
+  for (long i = 0; i < kTileRows; ++i) {
+    at.row[i] = reinterpret_cast<const char*>(left(least(row + i, last - 1)) + begin);
+    at.next[i] = reinterpret_cast<const char*>(left(least(row + kTileRows + i, last - 1)) + begin);
+    if (whole || i >= count) continue;
+    Word* const copy = padded + i * steps;
+    copy[steps - 1] = 0;
+    __builtin_memcpy(copy, at.row[i], (left.width - begin) * sizeof(T));
+    at.row[i] = reinterpret_cast<const char*>(copy);
+  }
+  return at;
+}
 
 // For every tile of ``rows`` rows times a panel that pack(begin, steps, panel) makes: prepare(row, count), the product,
 // and finish(row, count, sums [count][64]).
 template <class T, class Pack, class Prepare, class Finish>
-void product(const LeftRows<T>& left, long rows, const Scratch& scratch, Upcoming upcoming, Pack pack,
-             Prepare prepare, Finish finish) {
-  const long all = steps_of(left.k, kStep<T>);
+void product(const Rows<T>& left, long rows, const Scratch& scratch, Upcoming upcoming, Pack pack, Prepare prepare,
+             Finish finish) {
+  const long all = steps_of(left.width, kStep<T>);
   const bool once = all <= kPackedSteps;
   const long kept_rows = once ? rows : kKeptRows;
   float* const kept = scratch.kept(kTileRows * least(all, kPackedSteps));
@@ -53,22 +67,23 @@ void product(const LeftRows<T>& left, long rows, const Scratch& scratch, Upcomin
       for (long row = first; row < last; row += kTileRows) {
         const long count = least(kTileRows, last - row);
         float* const sums = once ? scratch.sums : kept + (row - first) * kPanel;
-        InRows at;
-        const char* words = left.words(row, count, done * kStep<T>, steps, scratch.padded, at);
+        const InRows at = words(left, row, count, rows, done * kStep<T>, steps, scratch.padded);
         const bool due = upcoming.due((rows - row + kTileRows - 1) / kTileRows, steps);
         Ahead none{};
         if (done + kPackedSteps >= all) prepare(row, count);
-        tile<T>(count, at, words, scratch.panel, steps, sums, done > 0, due ? upcoming.part() : none);
+        tile<T>(count, at, scratch.panel, steps, sums, done > 0, due ? upcoming.part() : none);
         if (done + kPackedSteps >= all) finish(row, count, sums);
       }
     }
   }
 }
 
-// finish(column of left, count, column of right, lanes, sums) for left^T x right, both with one k in a row.
-template <class T, class Left, class Right, class Finish>
-void outer_product(Left left, long columns, Right right, long width, long k, const Scratch& scratch, Upcoming after,
-                   Finish finish) {
+// finish(column of left, count, column of right, lanes, sums) for left^T x right, both with one k in a row; of left the
+// first ``columns``.
+template <class T, class Finish>
+void outer_product(const Rows<T>& left, long columns, const Rows<T>& right, long k, const Scratch& scratch,
+                   Upcoming after, Finish finish) {
+  const long width = right.width;
   const long all = steps_of(k, kStep<T>);
   const bool once = all <= kPackedSteps;
   const long tiles = (columns + kTileRows - 1) / kTileRows;
@@ -78,18 +93,15 @@ void outer_product(Left left, long columns, Right right, long width, long k, con
     for (long first = 0; first < width; first += kPanel) {
       const long lanes = least(kPanel, width - first);
       pack_panel<T>([&](long i) { return right(i) + first; }, lanes, begin, k, steps, scratch.panel);
-      const long stride = static_cast<long>(sizeof(T)) * (k > 1 ? right(1) - right(0) : 0);
       Upcoming upcoming = after;
-      if (first + kPanel < width) {
-        const char* from = reinterpret_cast<const char*>(right(begin) + first + kPanel);
-        upcoming = {{{from, stride, least(k - begin, steps * kStep<T>)}}};
-      }
+      if (first + kPanel < width)
+        upcoming = {{right.ahead(begin, first + kPanel, least(k - begin, steps * kStep<T>))}};
       float* const kept = scratch.kept(0) + first * tiles * kTileRows;
       for (long t = 0; t < tiles; ++t) {
         const long count = least(kTileRows, columns - t * kTileRows);
         float* const sums = once ? scratch.sums : kept + t * kTileRows * kPanel;
-        const char* words = reinterpret_cast<const char*>(scratch.block + t * steps * kTileRows);
-        tile<T>(count, InBlock{}, words, scratch.panel, steps, sums, done > 0, upcoming.part());
+        const InBlock at{reinterpret_cast<const char*>(scratch.block + t * steps * kTileRows)};
+        tile<T>(count, at, scratch.panel, steps, sums, done > 0, upcoming.part());
         if (done + kPackedSteps >= all) finish(t * kTileRows, count, first, lanes, sums);
       }
     }

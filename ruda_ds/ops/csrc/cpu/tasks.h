@@ -45,6 +45,12 @@ struct Tasks {
   // An expert's matrix in a cube of weights.
   const T* weight(const void* cube) const { return in(cube, task.expert * p.hidden * p.inner); }
 
+  // A matrix of ``width`` columns from the ``row``-th row by expert on.
+  static Rows<T> matrix(const void* tensor, long width, long row, const std::int64_t* index = nullptr) {
+    return {in(tensor, index ? 0 : row * width), width, index ? index + row : nullptr};
+  }
+  static long placed(const std::int64_t* index, long row) { return index ? index[row] : row; }
+
   static void nothing(long, long) {}
 
   static Ahead ahead(const T* from, long stride, long pieces) {
@@ -64,20 +70,24 @@ struct Tasks {
       case Kind::backward_inner: return {{ahead(in(p.down, at + first), p.inner, p.hidden), {}}};
       case Kind::backward_rows:
         return {{ahead(in(p.gate, at + first), p.hidden, p.inner), ahead(in(p.up, at + first), p.hidden, p.inner)}};
-      case Kind::backward_outer: return block_and_panel(p.preactivation_gradient, 2 * p.inner, p.x, p.hidden);
-      case Kind::backward_down: return block_and_panel(p.gradient, p.hidden, p.activation, p.inner);
+      case Kind::backward_outer: return block_and_panel(inner_gradients(next->row), inputs(next->row));
+      case Kind::backward_down: return block_and_panel(gradients(next->row), activations(next->row));
     }
     return {};
   }
 
+  Rows<T> inputs(long row) const { return matrix(p.x, p.hidden, row, p.order); }
+  Rows<T> activations(long row) const { return matrix(p.activation, p.inner, row); }
+  Rows<T> gradients(long row) const { return matrix(p.gradient, p.hidden, row, p.places); }
+  Rows<T> inner_gradients(long row) const { return matrix(p.preactivation_gradient, 2 * p.inner, row); }
+
   static_assert(kBlockColumns <= (Upcoming::kParts - 1) * kPanel);
 
-  Upcoming block_and_panel(const void* left, long left_width, const void* right, long right_width) const {
+  Upcoming block_and_panel(const Rows<T>& left, const Rows<T>& right) const {
     Upcoming upcoming{};
     const long rows = least(next->rows, kPackedSteps * kStep<T>), strips = (next->count + kPanel - 1) / kPanel;
-    for (long i = 0; i < strips; ++i)
-      upcoming.parts[i] = ahead(in(left, next->row * left_width + next->first + i * kPanel), left_width, rows);
-    upcoming.parts[strips] = ahead(in(right, next->row * right_width), right_width, rows);
+    for (long i = 0; i < strips; ++i) upcoming.parts[i] = left.ahead(0, next->first + i * kPanel, rows);
+    upcoming.parts[strips] = right.ahead(0, 0, rows);
     return upcoming;
   }
 
@@ -103,8 +113,7 @@ struct Tasks {
           store_part(pre + p.inner, up, lanes);
         }
     };
-    const T* const left = in(p.x, task.row * p.hidden);
-    product<T>({left, p.hidden, p.hidden}, task.rows, scratch, upcoming(), pack, nothing, finish);
+    product<T>(inputs(task.row), task.rows, scratch, upcoming(), pack, nothing, finish);
   }
 
   void forward_output() const {
@@ -117,10 +126,9 @@ struct Tasks {
     };
     const auto finish = [&](long row, long count, const float* sums) {
       for (long i = 0; i < count; ++i, sums += kPanel)
-        store_sums(out(p.output, (task.row + row + i) * p.hidden + task.first), sums, task.count);
+        store_sums(out(p.output, placed(p.places, task.row + row + i) * p.hidden + task.first), sums, task.count);
     };
-    const T* const left = in(p.activation, task.row * p.inner);
-    product<T>({left, p.inner, p.inner}, task.rows, scratch, upcoming(), pack, nothing, finish);
+    product<T>(activations(task.row), task.rows, scratch, upcoming(), pack, nothing, finish);
   }
 
   // From one row's gradients of the activation, null if only the activation is wanted.
@@ -156,8 +164,7 @@ struct Tasks {
         for (long lane = 0; lane < task.count; lane += 16 * kStep<T>) __builtin_prefetch(from + lane);
       }
     };
-    const T* const left = in(p.gradient, task.row * p.hidden);
-    product<T>({left, p.hidden, p.hidden}, task.rows, scratch, upcoming(), pack, prepare, finish);
+    product<T>(gradients(task.row), task.rows, scratch, upcoming(), pack, prepare, finish);
   }
 
   // [gate; up] are one matrix of 2 F rows here, as their gradients are one of 2 F columns.
@@ -170,10 +177,9 @@ struct Tasks {
     };
     const auto finish = [&](long row, long count, const float* sums) {
       for (long i = 0; i < count; ++i, sums += kPanel)
-        store_sums(out(p.x_gradient, (task.row + row + i) * p.hidden + task.first), sums, task.count);
+        store_sums(out(p.x_gradient, placed(p.order, task.row + row + i) * p.hidden + task.first), sums, task.count);
     };
-    const T* const left = in(p.preactivation_gradient, task.row * 2 * p.inner);
-    product<T>({left, 2 * p.inner, 2 * p.inner}, task.rows, scratch, upcoming(), pack, nothing, finish);
+    product<T>(inner_gradients(task.row), task.rows, scratch, upcoming(), pack, nothing, finish);
   }
 
   // Where a weight's row of gradients lies.
@@ -188,7 +194,7 @@ struct Tasks {
     return {is_up, (task.expert * p.inner + row - is_up * p.inner) * p.hidden + first};
   }
 
-  void weight_gradient(const void* left, long left_width, const void* right, long right_width) const {
+  void weight_gradient(Rows<T> left, const Rows<T>& right) const {
     const auto finish = [&](long column, long count, long first, long lanes, const float* sums) {
       for (long i = 0; i < count; ++i, sums += kPanel) {
         const Place to = place(task.first + column + i, first);
@@ -198,11 +204,8 @@ struct Tasks {
           store_sums(out(p.weight_gradient[to.which], to.at), sums, lanes);
       }
     };
-    const T* const from = in(left, task.row * left_width + task.first);
-    const T* const other = in(right, task.row * right_width);
-    const auto from_row = [&](long k) { return from + k * left_width; };
-    const auto other_row = [&](long k) { return other + k * right_width; };
-    outer_product<T>(from_row, task.count, other_row, right_width, task.rows, scratch, upcoming(), finish);
+    left.first += task.first;
+    outer_product<T>(left, task.count, right, task.rows, scratch, upcoming(), finish);
   }
 
   void run() const {
@@ -211,8 +214,8 @@ struct Tasks {
       case Kind::forward_output: return forward_output();
       case Kind::backward_inner: return backward_inner();
       case Kind::backward_rows: return backward_rows();
-      case Kind::backward_outer: return weight_gradient(p.preactivation_gradient, 2 * p.inner, p.x, p.hidden);
-      case Kind::backward_down: return weight_gradient(p.gradient, p.hidden, p.activation, p.inner);
+      case Kind::backward_outer: return weight_gradient(inner_gradients(task.row), inputs(task.row));
+      case Kind::backward_down: return weight_gradient(gradients(task.row), activations(task.row));
     }
   }
 };

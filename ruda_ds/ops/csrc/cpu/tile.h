@@ -12,26 +12,29 @@ constexpr long kLineSteps = 64 / sizeof(Word);
 
 // Where the words of the left operand lie: rows of a matrix (k contiguous), or [steps][6] of a packed block.
 struct InRows {
-  long stride;  // bytes
-  INLINE const char* at(const char* a, int row, long step) const { return a + row * stride + 4 * step; }
-  // Brings the rows of the next tile near, line by line.
+  const char* row[kTileRows];
+  const char* next[kTileRows];  // of the next tile
+  INLINE const char* at(int i, long step) const { return row[i] + 4 * step; }
+  // Brings the next tile near, line by line.
   template <int kRows>
-  INLINE void fetch_next(const char* a, long step) const {
+  INLINE void fetch_next(long step) const {
     if (step % kLineSteps) return;
 #pragma GCC unroll 8
-    for (int i = 0; i < kRows; ++i) __builtin_prefetch(at(a, kRows + i, step));
+    for (int i = 0; i < kRows; ++i) __builtin_prefetch(next[i] + 4 * step);
   }
 };
 struct InBlock {
-  INLINE const char* at(const char* a, int row, long step) const { return a + (step * kTileRows + row) * 4; }
+  const char* block;
+  INLINE const char* at(int i, long step) const { return block + (step * kTileRows + i) * 4; }
   template <int kRows>
-  INLINE void fetch_next(const char*, long) const {}  // contiguous: the CPU sees it coming
+  INLINE void fetch_next(long) const {}  // contiguous: the CPU sees it coming
 };
 
 // Memory that a later panel is packed from, to be brought near while sums are made: ``left`` pieces of 64 lanes.
 struct Ahead {
   const char* at;
-  long stride, left;  // bytes, pieces
+  long stride, left;                    // bytes, pieces
+  const std::int64_t* index = nullptr;  // null: each piece a stride after the one before; else index strides from at
 };
 // One piece in so many steps.
 constexpr long kAheadSteps = 8;
@@ -39,9 +42,10 @@ constexpr long kAheadSteps = 8;
 template <class T>
 INLINE void fetch(Ahead& ahead) {
   if (ahead.left <= 0) return;
+  const char* const from = ahead.index ? ahead.at + *ahead.index++ * ahead.stride : ahead.at;
 #pragma GCC unroll 4
-  for (int line = 0; line < static_cast<int>(sizeof(T)); ++line) __builtin_prefetch(ahead.at + 64 * line, 0, 2);
-  ahead.at += ahead.stride;
+  for (int line = 0; line < static_cast<int>(sizeof(T)); ++line) __builtin_prefetch(from + 64 * line, 0, 2);
+  if (!ahead.index) ahead.at += ahead.stride;
   --ahead.left;
 }
 
@@ -66,7 +70,7 @@ struct Upcoming {
 
 // sums[row][64] = left x panel over ``steps``, or += if ``add``.
 template <class T, int kRows, class Left>
-void tile(Left left, const char* a, const Word* panel, long steps, float* sums, bool add, Ahead& next) {
+void tile(const Left& left, const Word* panel, long steps, float* sums, bool add, Ahead& next) {
   constexpr int kVectors = kTileVectors;
   if (!steps && !add)
     for (long i = 0; i < kRows * kPanel; ++i) sums[i] = 0;
@@ -81,13 +85,13 @@ void tile(Left left, const char* a, const Word* panel, long steps, float* sums, 
         for (int j = 0; j < kVectors; ++j) sum[i][j] = zero();
       for (long s = begin; s < end; ++s) {
         if (s % kAheadSteps == 0) fetch<T>(ahead);
-        left.template fetch_next<kRows>(a, s);
+        left.template fetch_next<kRows>(s);
         Vec b[kVectors];
 #pragma GCC unroll 8
         for (int j = 0; j < kVectors; ++j) b[j] = load_words(panel + s * kPanel + lane + 16 * j);
 #pragma GCC unroll 8
         for (int i = 0; i < kRows; ++i) {
-          const Vec word = broadcast_word(left.at(a, i, s));
+          const Vec word = broadcast_word(left.at(i, s));
 #pragma GCC unroll 8
           for (int j = 0; j < kVectors; ++j) sum[i][j] = multiply_add<T>(sum[i][j], word, b[j]);
         }
@@ -105,14 +109,13 @@ void tile(Left left, const char* a, const Word* panel, long steps, float* sums, 
 }
 
 template <class T, class Left>
-void tile(long rows, Left left, const char* a, const Word* panel, long steps, float* sums, bool add,
-          Ahead& ahead) {
+void tile(long rows, const Left& left, const Word* panel, long steps, float* sums, bool add, Ahead& ahead) {
   switch (rows) {
-    case 1: return tile<T, 1>(left, a, panel, steps, sums, add, ahead);
-    case 2: return tile<T, 2>(left, a, panel, steps, sums, add, ahead);
-    case 3: return tile<T, 3>(left, a, panel, steps, sums, add, ahead);
-    case 4: return tile<T, 4>(left, a, panel, steps, sums, add, ahead);
-    case 5: return tile<T, 5>(left, a, panel, steps, sums, add, ahead);
-    default: return tile<T, 6>(left, a, panel, steps, sums, add, ahead);
+    case 1: return tile<T, 1>(left, panel, steps, sums, add, ahead);
+    case 2: return tile<T, 2>(left, panel, steps, sums, add, ahead);
+    case 3: return tile<T, 3>(left, panel, steps, sums, add, ahead);
+    case 4: return tile<T, 4>(left, panel, steps, sums, add, ahead);
+    case 5: return tile<T, 5>(left, panel, steps, sums, add, ahead);
+    default: return tile<T, 6>(left, panel, steps, sums, add, ahead);
   }
 }

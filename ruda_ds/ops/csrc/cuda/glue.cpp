@@ -84,8 +84,14 @@ struct Inputs {
   }
 };
 
+void check_sorted(const std::optional<Tensor>& order, const std::optional<Tensor>& places) {
+  TORCH_CHECK_VALUE(!order && !places, "fused_experts: on a card rows are expected to lie sorted by expert");
+}
+
 std::tuple<Tensor, Tensor> fused_experts(
-    const Tensor& rows, const Tensor& offsets, const Tensor& gate, const Tensor& up, const Tensor& down) {
+    const Tensor& rows, const Tensor& offsets, const Tensor& gate, const Tensor& up, const Tensor& down,
+    const std::optional<Tensor>& order, const std::optional<Tensor>& places, int64_t, bool) {
+  check_sorted(order, places);
   Inputs inputs(rows, offsets, gate, up, down);
   const Problem& problem = inputs.problem;
   inputs.schedule();
@@ -123,7 +129,9 @@ std::tuple<Tensor, Tensor, Tensor, Tensor> fused_experts_backward(
     const Tensor& gradient_, const Tensor& rows, const Tensor& offsets, const Tensor& gate, const Tensor& up,
     const Tensor& down, const Tensor& preactivation_, std::array<bool, 4> needs,
     const std::optional<Tensor>& gate_buffer, const std::optional<Tensor>& up_buffer,
-    const std::optional<Tensor>& down_buffer) {
+    const std::optional<Tensor>& down_buffer, const std::optional<Tensor>& order,
+    const std::optional<Tensor>& places) {
+  check_sorted(order, places);
   Inputs inputs(rows, offsets, gate, up, down);
   Problem& problem = inputs.problem;
   check_like("gradient", gradient_, rows.sizes(), rows.scalar_type(), rows.device());

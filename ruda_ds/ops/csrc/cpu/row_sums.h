@@ -1,0 +1,69 @@
+// Sums of rows, some tokens at a time. Included inside an instruction set's own namespace.
+#pragma once
+
+// One after another: the same bits for any tokens beside this one.
+constexpr int kSumVectors = 4;
+constexpr long kSumLanes = 16 * kSumVectors;
+
+template <class T>
+struct TokenSums {
+  const RowSums& s;
+
+  const T* row(const void* matrix, long at) const { return static_cast<const T*>(matrix) + at * s.hidden; }
+  T* row(void* matrix, long at) const { return static_cast<T*>(matrix) + at * s.hidden; }
+
+  // Calls with(column, lanes) for 16 lanes at a time, of which the last may be fewer.
+  template <class With>
+  INLINE static void each_vector(long column, long hidden, With with) {
+#pragma GCC unroll 4
+    for (int j = 0; j < kSumVectors; ++j)
+      if (column + 16 * j < hidden) with(j, column + 16 * j, hidden - column - 16 * j);
+  }
+
+  void combine(long token) const {
+    const std::int64_t* slots = s.slots + token * s.top_k;
+    const float* weights = s.weights ? s.weights + token * s.top_k : nullptr;
+    T* const out = row(s.sums, token);
+    for (long column = 0; column < s.hidden; column += kSumLanes) {
+      Vec sum[kSumVectors] = {zero(), zero(), zero(), zero()};
+      for (long k = 0; k < s.top_k; ++k) {
+        const T* from = row(s.rows, slots[k]);
+        const Vec weight = splat(weights ? weights[k] : 1.0f);
+        each_vector(column, s.hidden, [&](int j, long at, long lanes) {
+          sum[j] = fma(weight, load_part(from + at, lanes), sum[j]);
+        });
+      }
+      each_vector(column, s.hidden, [&](int j, long at, long lanes) { store_part(out + at, sum[j], lanes); });
+    }
+  }
+
+  void differentiate(long token) const {
+    const T* gradient = row(s.gradient, token);
+    for (long k = token * s.top_k; k < (token + 1) * s.top_k; ++k) {
+      const T* from = row(s.rows, s.slots[k]);
+      T* to = row(s.row_gradient, s.slots[k]);
+      const Vec weight = splat(s.weights[k]);
+      Vec dot[kSumVectors] = {zero(), zero(), zero(), zero()};
+      for (long column = 0; column < s.hidden; column += kSumLanes)
+        each_vector(column, s.hidden, [&](int j, long at, long lanes) {
+          const Vec upstream = load_part(gradient + at, lanes);
+          store_part(to + at, upstream * weight, lanes);
+          dot[j] = fma(upstream, load_part(from + at, lanes), dot[j]);
+        });
+      float lanes[16], total = 0;
+      store(lanes, (dot[0] + dot[1]) + (dot[2] + dot[3]));
+      for (float lane : lanes) total += lane;
+      s.weight_gradient[k] = total;
+    }
+  }
+};
+
+template <class T>
+void sum_tokens(const RowSums& sums, long first, long last) {
+  const TokenSums<T> tokens{sums};
+  for (long token = first; token < last; ++token) sums.gradient ? tokens.differentiate(token) : tokens.combine(token);
+}
+
+void sum_rows(const RowSums& sums, long first, long last) {
+  sums.scalar == Scalar::bf16 ? sum_tokens<Bf16>(sums, first, last) : sum_tokens<float>(sums, first, last);
+}
