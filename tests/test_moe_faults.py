@@ -12,7 +12,7 @@ from moe_helpers import make_layer, tokens
 
 import ruda_ds
 from ruda_ds.cli.ranks import run_ranks
-from ruda_ds.errors import ExpertProtocolError, RankFailedError, RankLostError
+from ruda_ds.errors import ExpertProtocolError, RankDisagreementError, RankFailedError, RankLostError
 from ruda_ds.moe import MoEOptions
 
 LIMIT_S = 20
@@ -232,6 +232,47 @@ def test_a_rank_that_dies_is_named_by_every_survivor(tmp_path, when, how, engine
         run_ranks(dies, 3, tmp_path, when, how, engine, timeout_s=LIMIT_S, grace_s=LIMIT_S)
     said = {path.name: path.read_text() for path in tmp_path.glob("said_*")}
     assert said == {"said_0": "lost [1]", "said_2": "lost [1]"}
+
+
+class Two(torch.nn.Module):
+    """Two expert layers that no rank shares with another, called in an order of the caller's."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = torch.nn.ModuleList(make_layer([0, 8], 0, MoEOptions(top_k=2)) for _ in range(2))
+
+    def forward(self, x, order):
+        for index in order:
+            x = x + self.layers[index](x)
+        return x
+
+
+def other_exchanges(orders):
+    """Each rank calls the layers in its own order; what the step raises, and a window after that."""
+    model = Two()
+    engine, *_ = ruda_ds.initialize(
+        model=model,
+        optimizer=torch.optim.SGD(model.parameters(), lr=0.1),
+        config=base_config(zero_optimization={"stage": 2}),
+    )
+    x = tokens([4, 3], 12, torch.float32)[dist.get_rank()]
+    with torch.no_grad():
+        engine(x, [0] * dist.get_rank())  # what is no part of a gradient is a rank's own affair
+    engine.accumulator.backward_sum(engine(x, orders[dist.get_rank()]).pow(2).sum(), 3)
+    with pytest.raises(RankDisagreementError) as caught:
+        engine.accumulator.step()
+    engine.accumulator.discard()
+    engine.accumulator.backward_sum(engine(x, [1, 0]).pow(2).sum(), 3)
+    return caught.value.field, engine.accumulator.step().skipped
+
+
+@pytest.mark.parametrize(
+    ("orders", "field"),
+    [([[0, 1], [0, 1, 0]], "expert exchanges"), ([[0, 1], [1, 0]], "expert exchanges (signature)")],
+    ids=["more", "another order"],
+)
+def test_groups_that_exchanged_other_things_are_told_apart_at_the_step(orders, field):
+    assert run_ranks(other_exchanges, 2, orders) == [(field, False)] * 2
 
 
 def checkpointed(kind):

@@ -31,6 +31,7 @@ from ruda_ds.accumulation.state import MAX_COUNTER, AccumulationState, check_cou
 from ruda_ds.accumulation.step import take_step
 from ruda_ds.accumulation.style import CallingStyle
 from ruda_ds.accumulation.totals import MicrobatchTotals, PendingTotals
+from ruda_ds.comm.trace import TRACE
 from ruda_ds.config import RudaConfig, check_engine
 from ruda_ds.errors import BindingError, BrokenWindowError, EmptyWindowError
 
@@ -303,6 +304,7 @@ class GradientAccumulator:
         self._loss = 0.0
         self._failure = None
         self._binding.restart()
+        TRACE.clear()
 
     # --- continuing one -------------------------------------------------------------------------------------
 

@@ -16,6 +16,7 @@ from ruda_ds.accumulation.norm import GradientNorm, combine_moments, find_nonfin
 from ruda_ds.accumulation.placement import digest
 from ruda_ds.accumulation.reduction import GradientReduction
 from ruda_ds.comm.agreement import exchange
+from ruda_ds.comm.trace import TRACE
 from ruda_ds.config import RudaConfig
 
 
@@ -84,6 +85,7 @@ def _agree(
         "placement (hash)": digest(contract.placement),
         "used parameters (hash)": _hash("\n".join(sorted(used))),
         **contract.state.agreed_fields(),
+        **TRACE.fields(),
     }
     device = _deepspeed.gradient_device(reduction.optimizer)
     norm = combine_moments(exchange(fields, moments.to(device), group))

@@ -22,8 +22,40 @@ ALIGNMENT = 64  # bytes, as torch.save aligns storages
 _LOCAL_HEADER, _ZIP64_EXTRA, _PAD_HEADER = 30, 20, 4
 
 
+class _Consumer(threading.Thread):
+    """A thread that takes one piece of data after another."""
+
+    def __init__(self, take: Callable[[Any], object]) -> None:
+        super().__init__(daemon=True)
+        self._take = take
+        self._queue: queue.Queue[Any] = queue.Queue(maxsize=4)
+        self._error: BaseException | None = None
+        self.start()
+
+    def run(self) -> None:
+        """Until the end, also after an error: nobody is to wait for a full queue."""
+        while (data := self._queue.get()) is not None:
+            if self._error is None:
+                try:
+                    self._take(data)
+                except BaseException as error:
+                    self._error = error
+
+    def put(self, data: Any) -> None:
+        """Hand over; raises what an earlier piece raised."""
+        if self._error is not None:
+            raise self._error
+        self._queue.put(data)
+
+    def end(self) -> None:
+        """Wait until all is taken."""
+        if self.is_alive():
+            self._queue.put(None)
+            self.join()
+
+
 class HashedFile(io.RawIOBase):
-    """A file that is only appended to, and whose sha256 a second thread computes meanwhile.
+    """A file that is only appended to; one thread writes it, another computes its sha256 meanwhile.
 
     Args:
         path: of a new file.
@@ -33,14 +65,13 @@ class HashedFile(io.RawIOBase):
         super().__init__()
         self._file = open(path, "wb", buffering=0)  # noqa: SIM115 (closed by close)
         self._digest = hashlib.sha256()
-        self._queue: queue.Queue[Any] = queue.Queue(maxsize=4)
-        self._thread = threading.Thread(target=self._hash, daemon=True)
-        self._thread.start()
+        self._hashing, self._writing = _Consumer(self._digest.update), _Consumer(self._write)
         self._size = 0
 
-    def _hash(self) -> None:
-        while (data := self._queue.get()) is not None:
-            self._digest.update(data)
+    def _write(self, view: memoryview) -> None:
+        done = 0
+        while done < len(view):
+            done += self._file.write(view[done:])
 
     def writable(self) -> bool:
         """Yes."""
@@ -55,19 +86,19 @@ class HashedFile(io.RawIOBase):
         return self._size
 
     def write(self, data: Any) -> int:
-        """Append; ``data`` must not change afterwards."""
+        """Append; ``data`` must not change afterwards. May raise what an earlier call did wrong."""
         view = memoryview(data).cast("B")
-        self._queue.put(view if len(view) > 1 << 16 else bytes(view))
-        done = 0
-        while done < len(view):
-            done += self._file.write(view[done:])
+        kept = view if len(view) > 1 << 16 else memoryview(bytes(view))
+        self._hashing.put(kept)
+        self._writing.put(kept)
         self._size += len(view)
         return len(view)
 
     def finish(self) -> FileEntry:
         """Sync the file; its size and checksum."""
-        self._queue.put(None)
-        self._thread.join()
+        self._hashing.end()
+        self._writing.end()
+        self._writing.put(None)  # raises what the last pieces raised
         os.fsync(self._file.fileno())
         self.close()
         return FileEntry(self._size, self._digest.hexdigest())
@@ -75,8 +106,8 @@ class HashedFile(io.RawIOBase):
     def close(self) -> None:
         """Close the file."""
         if not self.closed:
-            if self._thread.is_alive():
-                self._queue.put(None)
+            self._hashing.end()
+            self._writing.end()
             self._file.close()
         super().close()
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 import os
 import pickle
 import struct
+import threading
 import zipfile
 from collections import OrderedDict
 from pathlib import Path
@@ -34,10 +35,11 @@ def bytes_of(tensor: torch.Tensor) -> memoryview:
     return memoryview(values)
 
 
-class Descriptors:
+class Descriptors(threading.local):
     """File descriptors, the least recently used closed when there are too many: a job may have a thousand files.
 
-    A descriptor outlives its file's name: one whose path has become another file since is opened anew.
+    A descriptor outlives its file's name: one whose path has become another file since is opened anew. Each thread has
+    its own, so that none closes what another reads.
     """
 
     def __init__(self, limit: int = OPEN_FILES) -> None:

@@ -16,7 +16,7 @@ import torch
 
 from ruda_ds.shapes import element_count
 
-CHUNK = 1 << 20  # elements that are copied at once: small enough for a cache and for memory that is used again
+CHUNK = 1 << 18  # elements that are copied at once: small enough for a cache and for memory that is used again
 
 
 class Source(Protocol):

@@ -11,6 +11,7 @@ import shutil
 from collections import OrderedDict
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +20,7 @@ import torch
 from ruda_ds.checkpoint import hf, reshard_pending
 from ruda_ds.checkpoint.layout import FlatGroup, Stage3Layout, Topology
 from ruda_ds.checkpoint.manifest import FileEntry
+from ruda_ds.checkpoint.parallel import in_parallel, one_at_a_time
 from ruda_ds.checkpoint.pickles import LazyTensor, StoredTensor
 from ruda_ds.checkpoint.pt_writer import write_pt
 from ruda_ds.checkpoint.reader import damaged
@@ -81,10 +83,7 @@ class Reshard:
         tag, root = self.source.folder.name, self.source.folder.parent
         with hf.finished_folder(target) as folder:
             (folder / tag).mkdir()
-            entries: dict[str, FileEntry] = {}
-            for rank in range(self.topology.world_size):
-                for name, make in zip(self._names(rank), (self._model_states, self._optim_states), strict=True):
-                    entries[name] = write_pt(folder / tag / name, make(rank), advance)
+            entries = self._write_states(folder / tag, one_at_a_time(advance))
             if self.source.manifest is not None:
                 entries |= reshard_pending.write(folder / tag, self.source, self.topology, advance)
                 groups = tuple(self._flat_names(index) for index in range(len(self.states)))
@@ -100,6 +99,20 @@ class Reshard:
                 shutil.copy(script, folder / script.name)
             hf.copy_side_files(root, folder)
             hf.write_text(folder / LATEST, tag, end="")
+
+    def _write_states(self, folder: Path, advance: Advance) -> dict[str, FileEntry]:
+        def write(name: str, make: Callable[[int], dict[str, Any]], rank: int) -> FileEntry:
+            return write_pt(folder / name, make(rank), advance)
+
+        files = [
+            (name, make, rank)
+            for rank in range(self.topology.world_size)
+            for name, make in zip(self._names(rank), (self._model_states, self._optim_states), strict=True)
+        ]
+        sizes = {name: nbytes for name, nbytes, _ in self.files()}
+        files.sort(key=lambda file: -sizes[file[0]])  # the longest begins first
+        entries = in_parallel([partial(write, *file) for file in files])
+        return {name: entry for (name, _, _), entry in zip(files, entries, strict=True)}
 
     def _experts(self) -> Any:
         entry = self.source.manifest.experts if self.source.manifest else None

@@ -17,6 +17,7 @@ from torch.profiler import record_function
 
 from ruda_ds.comm.lost import naming_lost_ranks
 from ruda_ds.comm.scope import CollectiveScope, current_scope
+from ruda_ds.comm.trace import TRACE
 from ruda_ds.errors import ExpertProtocolError, NonFiniteError, OwnershipError
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
@@ -106,6 +107,8 @@ def exchange_headers(
     own_counts = on_host[: len(counts)]
     rows = [on_host[begin : begin + incoming] for begin in range(len(counts), len(on_host), incoming)]
     _require_ready(rows)
+    if tracked:
+        TRACE.note(place[0])
     return Header(own_counts=own_counts, counts=[row[FIXED_FIELDS:] for row in rows], tracked=bool(rows[0][0]))
 
 
