@@ -67,8 +67,7 @@ def test_progress_is_told_by_one_thread_at_a_time():
 def test_what_a_write_does_wrong_is_raised_at_the_end_at_the_latest(tmp_path):
     stream = HashedFile(tmp_path / "file")
     stream._file.close()  # as a disk that is gone
+    stream.write(b"x" * 100)
     with pytest.raises(ValueError, match="closed file"):
-        for _ in range(100):
-            stream.write(b"x" * 100)
         stream.finish()
     stream.close()
