@@ -38,6 +38,7 @@ class Origin:
         side_files: folder with configuration and tokenizer; None if there is none.
         lora: scale of adapters by module of experts.
         merged: modules of experts whose cubes hold their adapters already.
+        trained: names of the parameters that are not frozen; none of weights without a training state.
     """
 
     path: Path
@@ -50,6 +51,7 @@ class Origin:
     side_files: Path | None = None
     lora: Mapping[str, float] | None = None
     merged: tuple[str, ...] = ()
+    trained: tuple[str, ...] = ()
 
     @property
     def kind(self) -> str | None:
@@ -103,6 +105,7 @@ def open_origin(
         side_files=side_files or (path if (path / "config.json").exists() else None),
         lora=scales,
         merged=merged,
+        trained=tuple(name for name, known in source.known.items() if known.trained),
     )
 
 
@@ -189,7 +192,7 @@ def plan_to_hf(
     source = origin.source
     shapes = {name: shape for name, shape in source.shapes().items() if element_count(shape)}
     for module in origin.merged:  # the cubes hold them
-        shapes = {n: s for n, s in shapes.items() if not n.startswith(tuple(_factors(module)))}
+        shapes = {n: s for n, s in shapes.items() if not n.startswith(factor_prefixes(module))}
     recipes = families_disk.to_disk(origin.kind, shapes, layout or origin.layout, origin.lora)
     problems = unaccounted(recipes, shapes)
     names = [recipe.name.removeprefix(origin.prefix) for recipe in recipes]
@@ -205,9 +208,9 @@ def plan_to_hf(
     return ToHf(origin, hf.plan_shards(tensors, shard_limit), dtype)
 
 
-def _factors(module: str) -> list[str]:
-    """How the names of the adapters of a module of experts begin."""
-    return [f"{module}.down_factors.", f"{module}.up_factors."]
+def factor_prefixes(module: str) -> tuple[str, str]:
+    """How the names of the adapters A and B of a module of experts begin."""
+    return f"{module}.down_factors.", f"{module}.up_factors."
 
 
 def _dtype(recipe: Recipe, source: Source, wanted: torch.dtype | None) -> torch.dtype:

@@ -14,7 +14,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-from ruda_ds.errors import RudaError
+from ruda_ds.errors import CheckpointError, RudaError
 
 UNITS = {"": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "KIB": 2**10, "MIB": 2**20, "GIB": 2**30}
 DTYPES = {"bf16": "bfloat16", "fp16": "float16", "fp32": "float32"}
@@ -61,6 +61,12 @@ def parser() -> argparse.ArgumentParser:
         "--hf-files", type=Path, metavar="DIR", help="where to copy config.json and tokenizer files from"
     )
     to_hf.add_argument("--lora-scale", type=float, help="alpha / rank of adapters, if the checkpoint does not say it")
+    to_hf.add_argument(
+        "--lora",
+        choices=("merge", "adapter"),
+        default="merge",
+        help="add adapters to the experts, or write them alone, one file for PEFT and vLLM; default: merge",
+    )
 
     from_hf = command("from-hf", "a Hugging Face folder to weights split by owner", "DIR", "OUT")
     from_hf.add_argument("--ownership", type=ownership, required=True, help="prefix such as 0,3,8, or 'even'")
@@ -102,14 +108,28 @@ def _run(plan: Any, arguments: argparse.Namespace) -> None:
         plan.run(arguments.OUT, bar.update)
 
 
+def _print_notes(notes: Sequence[str]) -> None:
+    for note in notes:
+        print(f"note: {note}")
+
+
 def to_hf(arguments: argparse.Namespace) -> None:
     """The subcommand."""
     import torch
 
+    from ruda_ds.checkpoint.adapters_disk import plan_adapters
     from ruda_ds.checkpoint.to_hf import open_origin, plan_to_hf
 
+    apart = arguments.lora == "adapter"
+    if apart and arguments.layout == "fused":
+        raise CheckpointError("--layout is fused, expected per-expert with --lora adapter: adapters have no other form")
     origin = open_origin(arguments.CKPT, arguments.tag, arguments.hf_files, arguments.lora_scale)
     dtype = getattr(torch, DTYPES[arguments.dtype]) if arguments.dtype else None
+    if apart:
+        adapters = plan_adapters(origin, dtype)
+        _run(adapters, arguments)
+        _print_notes(adapters.notes)
+        return
     _run(plan_to_hf(origin, dtype, arguments.max_shard_size, arguments.layout), arguments)
     if origin.config is None:
         print("no config.json: the checkpoint does not hold the model's configuration (see --hf-files)")
@@ -129,8 +149,7 @@ def reshard(arguments: argparse.Namespace) -> None:
     given = arguments.world, arguments.ep_size, arguments.ownership, arguments.tag
     plan = plan_reshard(arguments.CKPT, *given)
     _run(plan, arguments)
-    for note in plan.notes:
-        print(f"note: {note}")
+    _print_notes(plan.notes)
 
 
 def inspect(arguments: argparse.Namespace) -> None:
