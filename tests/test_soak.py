@@ -1,0 +1,11 @@
+"""Training with faults at random times, for two minutes; `soak.py` alone does it for as long as asked."""
+
+from soak import soak
+
+
+def test_two_minutes_with_faults_change_no_bit(tmp_path):
+    found = soak(tmp_path, ranks=4, steps=160, seconds=70, every=(8, 14), seed=3)
+    assert found["faults"], "no fault came: the run was over before"
+    assert found["tensors_equal"] > 0
+    assert max(found["file_growth"]) <= 2
+    assert max(found["memory_growth_mib"]) <= 64
