@@ -22,6 +22,8 @@ from ruda_ds.errors import RankLostError
 # Longer than a watchdog's interval, since one that waits elsewhere answers through it.
 ROLL_CALL_S = 3.0
 ROLL_CALL, ALIVE, FAILED = "ruda/roll_call", "ruda/alive/", "ruda/failed"
+BEAT = "ruda/beat/"  # what a rank's watchdog says of it
+SHOWN = 8  # ranks that a message tells of
 SIGNS = ("gloo", "Connection closed", "Connection reset", "Connection refused", "Broken pipe", "NCCL", "Socket")
 
 
@@ -88,8 +90,10 @@ def lost_ranks(group: dist.ProcessGroup, phase: str, limit_s: float = ROLL_CALL_
             time.sleep(0.02 if missing else 0)
         if not missing:
             return None
+        who = ", ".join(_last_seen(store, rank) for rank in missing[:SHOWN])
+        more = f" and {len(missing) - SHOWN} more" if len(missing) > SHOWN else ""
         return announce_failure(
-            store, missing, f"no answer to the roll call that rank {dist.get_rank()} made in {phase}"
+            store, missing, f"no answer from {who}{more} to the roll call that rank {dist.get_rank()} made in {phase}"
         )
     except (RuntimeError, dist.DistError):
         return Word(
@@ -97,6 +101,14 @@ def lost_ranks(group: dist.ProcessGroup, phase: str, limit_s: float = ROLL_CALL_
             "rank 0, which keeps the rendezvous store, cannot be reached; it may have ended because of an earlier "
             "failure, so look for the first error in all outputs",
         )
+
+
+def _last_seen(store: dist.Store, rank: int) -> str:
+    """A rank, its host, and what it did when its watchdog last spoke."""
+    if not store.check([f"{BEAT}{rank}"]):
+        return f"rank {rank}"
+    facts = json.loads(store.get(f"{BEAT}{rank}"))
+    return f"rank {rank} (host {facts['host']}, last seen in {facts.get('phase', 'an orderly end')})"
 
 
 @contextlib.contextmanager

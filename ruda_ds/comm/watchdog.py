@@ -29,13 +29,12 @@ from typing import Any
 
 import torch.distributed as dist
 
-from ruda_ds.comm.lost import ALIVE, ROLL_CALL, announce_failure, rendezvous_store, word_of_failure
+from ruda_ds.comm.lost import ALIVE, BEAT, ROLL_CALL, SHOWN, announce_failure, rendezvous_store, word_of_failure
 from ruda_ds.comm.phase import OWN_CODE, PHASES
 from ruda_ds.errors import RankLostError
 
-BEAT, STACK, WANT_STACKS = "ruda/beat/", "ruda/stack/", "ruda/want_stacks"
+STACK, WANT_STACKS = "ruda/stack/", "ruda/want_stacks"
 FOLDER = "ruda_faults"
-SHOWN = 8  # ranks whose stacks rank 0 prints
 
 
 @dataclass
