@@ -80,6 +80,16 @@ def test_a_tokens_sum_does_not_depend_on_the_others_or_on_threads(dtype):
     assert torch.equal(combine_rows(rows, weights[37:38], slots[37:38], True), results[0][0][37:38])
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_the_operators_keep_torchs_contract(dtype):
+    rows, weights, slots, gradient = problem(9, 3, 24, dtype)
+    assert is_compiled("cpu", rows)
+    for factors in (weights, None):
+        torch.library.opcheck(torch.ops.ruda.combine_rows, (rows, factors, slots))
+    every = torch.arange(27).view(9, 3)  # rows that no slot names are not written
+    torch.library.opcheck(torch.ops.ruda.combine_rows_backward, (gradient, rows[:27].clone(), weights, every))
+
+
 def test_what_does_not_fit_is_refused():
     rows, weights, slots, gradient = problem(5, 2, 8, torch.float32)
     assert not is_compiled("reference", rows)

@@ -82,12 +82,24 @@ def _backward_flops(
     return 2 * products * preactivation[0] * gate[1] * gate[2]
 
 
+def _fake_combine(rows: torch.Tensor, weights: torch.Tensor | None, slots: torch.Tensor) -> torch.Tensor:
+    return rows.new_empty(slots.shape[0], rows.shape[1])
+
+
+def _fake_combine_backward(
+    gradient: torch.Tensor, rows: torch.Tensor, weights: torch.Tensor, slots: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor]:
+    return torch.empty_like(rows), torch.empty_like(weights)
+
+
 def register() -> None:
     """Give the operators, which must be loaded, their fake kernels and FLOP counts; further calls do nothing."""
     if torch.ops.ruda.fused_experts in flop_registry:
         return
     torch.library.register_fake("ruda::fused_experts", _fake_forward)
     torch.library.register_fake("ruda::fused_experts_backward", _fake_backward)
+    torch.library.register_fake("ruda::combine_rows", _fake_combine)
+    torch.library.register_fake("ruda::combine_rows_backward", _fake_combine_backward)
     register_flop_formula(torch.ops.ruda.fused_experts)(_forward_flops)
     register_flop_formula(torch.ops.ruda.fused_experts_backward)(_backward_flops)
 
