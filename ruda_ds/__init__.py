@@ -5,9 +5,8 @@ Importing this package is light: torch and deepspeed load when a name that needs
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
-from ruda_ds import lazy
+import importlib
+from typing import TYPE_CHECKING, Any
 
 __version__ = "0.1.0"
 
@@ -25,10 +24,6 @@ _HOME = {
     "save_checkpoint": "ruda_ds.checkpoint",
     "load_checkpoint": "ruda_ds.checkpoint",
     "clip_gradient_norm": "ruda_ds.accumulation",
-    # Subpackages: `import ruda_ds` is enough to write `ruda_ds.moe.replace_moe_blocks`.
-    "accumulation": "ruda_ds.accumulation",
-    "checkpoint": "ruda_ds.checkpoint",
-    "moe": "ruda_ds.moe",
 }
 
 __all__ = [
@@ -48,7 +43,16 @@ __all__ = [
     "save_checkpoint",
 ]
 
-__getattr__, __dir__ = lazy.attributes(__name__, _HOME)
+
+def __getattr__(name: str) -> Any:
+    if name not in _HOME:
+        raise AttributeError(f"module 'ruda_ds' has no attribute {name!r}")
+    return getattr(importlib.import_module(_HOME[name]), name)
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *_HOME})
+
 
 if TYPE_CHECKING:
     from ruda_ds.accumulation import (

@@ -5,9 +5,8 @@ Importing this package is light: a module loads when a name of it is first used.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
-from ruda_ds import lazy
+import importlib
+from typing import TYPE_CHECKING, Any
 
 _HOME = {
     "Manifest": "ruda_ds.checkpoint.manifest",
@@ -18,7 +17,12 @@ _HOME = {
 
 __all__ = ["Manifest", "load_checkpoint", "load_pretrained", "save_checkpoint"]
 
-__getattr__, __dir__ = lazy.attributes(__name__, _HOME)
+
+def __getattr__(name: str) -> Any:
+    if name not in _HOME:
+        raise AttributeError(f"module 'ruda_ds.checkpoint' has no attribute {name!r}")
+    return getattr(importlib.import_module(_HOME[name]), name)
+
 
 if TYPE_CHECKING:
     from ruda_ds.checkpoint.manifest import Manifest
