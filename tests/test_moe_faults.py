@@ -235,11 +235,12 @@ def test_a_rank_that_dies_is_named_by_every_survivor(tmp_path, when, how, engine
 
 
 class Two(torch.nn.Module):
-    """Two expert layers that no rank shares with another, called in an order of the caller's."""
+    """Two expert layers, called in an order of the caller's."""
 
-    def __init__(self) -> None:
+    def __init__(self, prefix) -> None:
         super().__init__()
-        self.layers = torch.nn.ModuleList(make_layer([0, 8], 0, MoEOptions(top_k=2)) for _ in range(2))
+        rank = dist.get_rank() % (len(prefix) - 1)
+        self.layers = torch.nn.ModuleList(make_layer(prefix, rank, MoEOptions(top_k=2)) for _ in range(2))
 
     def forward(self, x, order):
         for index in order:
@@ -247,23 +248,24 @@ class Two(torch.nn.Module):
         return x
 
 
-def other_exchanges(orders):
-    """Each rank calls the layers in its own order; what the step raises, and a window after that."""
-    model = Two()
-    engine, *_ = ruda_ds.initialize(
-        model=model,
-        optimizer=torch.optim.SGD(model.parameters(), lr=0.1),
-        config=base_config(zero_optimization={"stage": 2}),
-    )
-    x = tokens([4, 3], 12, torch.float32)[dist.get_rank()]
+def other_exchanges(prefix, orders):
+    """Each group of ranks calls the layers in its own order; in what the step finds them to differ, if it does."""
+    model = Two(prefix)
+    config = base_config(zero_optimization={"stage": 2})
+    engine, *_ = ruda_ds.initialize(model=model, optimizer=lambda p: torch.optim.SGD(p, lr=0.1), config=config)
+    group = dist.get_rank() // (len(prefix) - 1)
+    x = tokens([4, 3, 2, 5], 12, torch.float32)[dist.get_rank()]
     with torch.no_grad():
-        engine(x, [0] * dist.get_rank())  # what is no part of a gradient is a rank's own affair
-    engine.accumulator.backward_sum(engine(x, orders[dist.get_rank()]).pow(2).sum(), 3)
-    with pytest.raises(RankDisagreementError) as caught:
+        engine(x, [0] * group)  # what is no part of a gradient is a group's own affair
+    engine.accumulator.backward_sum(engine(x, orders[group]).pow(2).sum(), 3)
+    field = None
+    try:
         engine.accumulator.step()
-    engine.accumulator.discard()
+    except RankDisagreementError as error:
+        field = error.field
+        engine.accumulator.discard()
     engine.accumulator.backward_sum(engine(x, [1, 0]).pow(2).sum(), 3)
-    return caught.value.field, engine.accumulator.step().skipped
+    return field, engine.accumulator.step().skipped
 
 
 @pytest.mark.parametrize(
@@ -272,7 +274,11 @@ def other_exchanges(orders):
     ids=["more", "another order"],
 )
 def test_groups_that_exchanged_other_things_are_told_apart_at_the_step(orders, field):
-    assert run_ranks(other_exchanges, 2, orders) == [(field, False)] * 2
+    assert run_ranks(other_exchanges, 4, [0, 3, 8], orders) == [(field, False)] * 4
+
+
+def test_ranks_that_exchange_with_nobody_call_their_layers_as_they_like():
+    assert run_ranks(other_exchanges, 2, [0, 8], [[0, 1], [0, 1, 0]]) == [(None, False)] * 2
 
 
 def checkpointed(kind):

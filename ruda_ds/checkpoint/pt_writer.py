@@ -41,10 +41,14 @@ class _Consumer(threading.Thread):
                 except BaseException as error:
                     self._error = error
 
-    def put(self, data: Any) -> None:
-        """Hand over; raises what an earlier piece raised."""
+    def check(self) -> None:
+        """Raise what an earlier piece raised."""
         if self._error is not None:
             raise self._error
+
+    def put(self, data: Any) -> None:
+        """Hand over; see check."""
+        self.check()
         self._queue.put(data)
 
     def end(self) -> None:
@@ -96,9 +100,9 @@ class HashedFile(io.RawIOBase):
 
     def finish(self) -> FileEntry:
         """Sync the file; its size and checksum."""
-        self._hashing.end()
-        self._writing.end()
-        self._writing.put(None)  # raises what the last pieces raised
+        for consumer in (self._hashing, self._writing):
+            consumer.end()
+            consumer.check()
         os.fsync(self._file.fileno())
         self.close()
         return FileEntry(self._size, self._digest.hexdigest())

@@ -11,7 +11,7 @@ import shutil
 from collections import OrderedDict
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
-from functools import partial
+from functools import cached_property, partial
 from pathlib import Path
 from typing import Any
 
@@ -60,6 +60,10 @@ class Reshard:
 
     def files(self) -> list[tuple[str, int, int]]:
         """(name, bytes of tensors, tensors) of what will be written."""
+        return self._files
+
+    @cached_property
+    def _files(self) -> list[tuple[str, int, int]]:
         made = []
         for rank in range(self.topology.world_size):
             lengths = [(group.numel, self.states[group.optimizer_group]) for group in self.layout.groups(rank)]

@@ -1,7 +1,7 @@
 // Sums of rows, some tokens at a time. Included inside an instruction set's own namespace.
 #pragma once
 
-// One after another: the same bits for any tokens beside this one.
+// Vectors side by side in one pass over a token's rows.
 constexpr int kSumVectors = 4;
 constexpr long kSumLanes = 16 * kSumVectors;
 
@@ -12,7 +12,7 @@ struct TokenSums {
   const T* row(const void* matrix, long at) const { return static_cast<const T*>(matrix) + at * s.hidden; }
   T* row(void* matrix, long at) const { return static_cast<T*>(matrix) + at * s.hidden; }
 
-  // Calls with(column, lanes) for 16 lanes at a time, of which the last may be fewer.
+  // Calls with(vector, its first column, lanes from there on) for each vector that has a column of the row.
   template <class With>
   INLINE static void each_vector(long column, long hidden, With with) {
 #pragma GCC unroll 4

@@ -90,7 +90,7 @@ void check_sorted(const std::optional<Tensor>& order, const std::optional<Tensor
 
 std::tuple<Tensor, Tensor> fused_experts(
     const Tensor& rows, const Tensor& offsets, const Tensor& gate, const Tensor& up, const Tensor& down,
-    const std::optional<Tensor>& order, const std::optional<Tensor>& places, int64_t, bool) {
+    const std::optional<Tensor>& order, const std::optional<Tensor>& places, int64_t, bool keep) {
   check_sorted(order, places);
   Inputs inputs(rows, offsets, gate, up, down);
   const Problem& problem = inputs.problem;
@@ -102,7 +102,7 @@ std::tuple<Tensor, Tensor> fused_experts(
                          inputs.up.const_data_ptr(), preactivation.mutable_data_ptr(), product.mutable_data_ptr()));
   C10_CUDA_CHECK(ruda::down(problem, product.const_data_ptr(), inputs.down.const_data_ptr(),
                             output.mutable_data_ptr()));
-  return {output, preactivation};
+  return {output, keep ? preactivation : fresh({0}, rows.options())};
 }
 
 // A weight's gradient: the tensor to return, without elements where it is not wanted or is added to a buffer.
