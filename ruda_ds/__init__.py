@@ -5,8 +5,9 @@ Importing this package is light: torch and deepspeed load when a name that needs
 
 from __future__ import annotations
 
-import importlib
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
+
+from ruda_ds import lazy
 
 __version__ = "0.1.0"
 
@@ -24,6 +25,10 @@ _HOME = {
     "save_checkpoint": "ruda_ds.checkpoint",
     "load_checkpoint": "ruda_ds.checkpoint",
     "clip_gradient_norm": "ruda_ds.accumulation",
+    # Subpackages: `import ruda_ds` is enough to write `ruda_ds.moe.replace_moe_blocks`.
+    "accumulation": "ruda_ds.accumulation",
+    "checkpoint": "ruda_ds.checkpoint",
+    "moe": "ruda_ds.moe",
 }
 
 __all__ = [
@@ -43,18 +48,10 @@ __all__ = [
     "save_checkpoint",
 ]
 
-
-def __getattr__(name: str) -> Any:
-    if name not in _HOME:
-        raise AttributeError(f"module 'ruda_ds' has no attribute {name!r}")
-    return getattr(importlib.import_module(_HOME[name]), name)
-
-
-def __dir__() -> list[str]:
-    return sorted({*globals(), *_HOME})
-
-
 if TYPE_CHECKING:
+    from ruda_ds import accumulation as accumulation
+    from ruda_ds import checkpoint as checkpoint
+    from ruda_ds import moe as moe
     from ruda_ds.accumulation import (
         AccumulatedGradients,
         AccumulationContract,
@@ -68,3 +65,5 @@ if TYPE_CHECKING:
     )
     from ruda_ds.checkpoint import load_checkpoint, save_checkpoint
     from ruda_ds.engine import attach, initialize
+else:  # Unseen by a type checker, which would take any name as known.
+    __getattr__, __dir__ = lazy.attributes(__name__, _HOME)

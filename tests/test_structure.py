@@ -12,6 +12,7 @@ ROOT = Path(__file__).resolve().parent.parent
 PACKAGE = ROOT / "ruda_ds"
 ROWS = {
     "errors": 0,
+    "lazy": 0,
     "shapes": 0,
     "config": 1,
     "_deepspeed": 1,

@@ -61,6 +61,17 @@ def test_a_signal_reaches_the_command_and_ends_the_supervision(tmp_path):
     process.stderr.close()
 
 
+def test_a_signal_in_a_pause_ends_it(tmp_path):
+    fails = [sys.executable, "-c", "raise SystemExit(3)"]
+    process = subprocess.Popen(
+        [str(SUPERVISE), "--checkpoints", str(tmp_path), "--pause", "100", "--", *fails], stderr=subprocess.PIPE
+    )
+    assert b"starting again" in process.stderr.readline()
+    process.send_signal(signal.SIGTERM)
+    assert process.wait(20) == 3
+    process.stderr.close()
+
+
 def test_a_command_is_needed(tmp_path):
     ran = subprocess.run([str(SUPERVISE), "--checkpoints", str(tmp_path)], capture_output=True, text=True, timeout=60)
     assert ran.returncode == 2

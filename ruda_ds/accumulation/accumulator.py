@@ -23,7 +23,8 @@ from ruda_ds.accumulation.binding import EngineBinding
 from ruda_ds.accumulation.checks import check_counts, check_loss, check_shards
 from ruda_ds.accumulation.contract import AccumulatedGradients, AccumulationContract, WindowResult
 from ruda_ds.accumulation.division import divide_
-from ruda_ds.accumulation.placement import ParameterPlacement, live_placement
+from ruda_ds.accumulation.live_placement import live_placement
+from ruda_ds.accumulation.placement import ParameterPlacement
 from ruda_ds.accumulation.record import RECORD_VERSION, PendingGradientsRecord, check_fit, check_record
 from ruda_ds.accumulation.reduction import GradientReduction, Stage3Reduction
 from ruda_ds.accumulation.reduction_stage12 import Stage12Reduction

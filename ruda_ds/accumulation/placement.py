@@ -1,15 +1,13 @@
-"""Where each parameter's gradient shard lives: names, shapes, ranks. Pure but for reading a live module."""
+"""Where each parameter's gradient shard lives: names, shapes, ranks. Pure: no live engine, no DeepSpeed."""
 
 from __future__ import annotations
 
 import hashlib
 from collections.abc import Sequence
 from dataclasses import dataclass, fields
-from typing import Any
 
 import torch
 
-from ruda_ds import _deepspeed
 from ruda_ds.errors import PlacementError
 from ruda_ds.shapes import element_count, padded_shard_length, shard_range
 
@@ -62,34 +60,6 @@ class ParameterPlacement:
         return self.shard_numel if self.fragment is not None else padded_shard_length(self.numel, self.world_size)
 
 
-def live_placement(module: torch.nn.Module, optimizer: object) -> tuple[ParameterPlacement, ...]:
-    """The placement of every floating parameter of a module that a ZeRO optimizer holds, sorted by name."""
-    stage3 = _deepspeed.is_stage3(optimizer)
-    fragments = {} if stage3 else _deepspeed.flat_fragments(optimizer)
-    found = []
-    for name, parameter in module.named_parameters():
-        if not parameter.dtype.is_floating_point:
-            continue
-        fragment = fragments.get(id(parameter))
-        group = _deepspeed.partition_group(optimizer, parameter, fragment)
-        shape, experts = tuple(_deepspeed.logical_shape(parameter)), _deepspeed.expert_range(parameter)
-        none_owned = experts is not None and experts[0] == experts[1]
-        held = fragment.held if fragment and not none_owned else (0, 0)
-        found.append(
-            ParameterPlacement(
-                name=name,
-                logical_shape=(0,) if none_owned else shape,
-                rank=torch.distributed.get_rank(group),
-                world_size=torch.distributed.get_world_size(group),
-                dtype=parameter.dtype,
-                requires_grad=parameter.requires_grad,
-                fragment=None if stage3 else held,
-                experts=experts,
-            )
-        )
-    return tuple(sorted(found, key=lambda placement: placement.name))
-
-
 def compare(expected: Sequence[ParameterPlacement], found: Sequence[ParameterPlacement]) -> None:
     """Raise PlacementError at the first parameter and field in which two placements differ."""
     wanted, present = {p.name: p for p in expected}, {p.name: p for p in found}
@@ -102,16 +72,6 @@ def compare(expected: Sequence[ParameterPlacement], found: Sequence[ParameterPla
             want, have = getattr(wanted[name], field.name), getattr(present[name], field.name)
             if want != have:
                 raise PlacementError(name, field.name, want, have)
-
-
-def inspect(engine: Any, placement: Sequence[ParameterPlacement]) -> None:
-    """Check the module of a live ZeRO engine against a placement.
-
-    Raises:
-        PlacementError: a parameter is missing or new, or its shape, rank, world size, storage dtype, requires_grad or
-            fragment differs; the message says what was expected and what was found.
-    """
-    compare(placement, live_placement(engine.module, _deepspeed.zero_optimizer(engine)))
 
 
 def digest(placement: Sequence[ParameterPlacement]) -> int:

@@ -11,7 +11,7 @@ import torch
 from ruda_ds.accumulation.checks import check_shards
 from ruda_ds.accumulation.contract import AccumulationContract
 from ruda_ds.accumulation.placement import ParameterPlacement, compare
-from ruda_ds.accumulation.state import AccumulationState
+from ruda_ds.accumulation.state import AccumulationState, WeightedAccumulationState
 from ruda_ds.errors import CounterOverflowError, CountError, PlacementError, RecordError, StateError
 
 # Of the record as a whole: what its fields mean. A change that an older reader would misread raises it.
@@ -111,10 +111,6 @@ def read_window(fields: Mapping[str, Any]) -> tuple[AccumulationState, float | N
     Raises:
         RecordError: an unknown kind of window, or a missing, unknown or impossible field.
     """
-    from ruda_ds.accumulation.weighted import (
-        WeightedAccumulationState,
-    )  # it imports the accumulator, which imports this
-
     kinds = {kind.__name__: kind for kind in (AccumulationState, WeightedAccumulationState)}
     values = dict(fields)
     kind, dtype, loss = values.pop("kind", None), values.pop("dtype", None), values.pop("loss", None)

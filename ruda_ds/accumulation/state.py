@@ -97,3 +97,41 @@ class AccumulationState:
     def cleared(self) -> AccumulationState:
         """The state of a new window: the same precision and scale, counters at 0."""
         return replace(self, global_count=0, microbatches=0)
+
+
+@dataclass(frozen=True)
+class WeightedAccumulationState(AccumulationState):
+    """An AccumulationState whose divisor is a weight.
+
+    Attributes:
+        global_weight: sum of weights over all ranks and micro-batches; finite in ``dtype``, 0 or more. The integer
+            counters beside it are exact as ever.
+    """
+
+    global_weight: float = 0.0
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if not math.isfinite(self.global_weight) or self.global_weight < 0:
+            raise StateError(f"global_weight is {self.global_weight}, expected a finite number of 0 or more")
+        if self.microbatches == 0 and self.global_weight != 0:
+            raise StateError(f"global_weight is {self.global_weight} in a window without a micro-batch, expected 0")
+
+    @property
+    def divisor(self) -> float:
+        """``loss_scale * global_weight``; inf where the weight is 0, so that the gradients become zero."""
+        return self.work_scale * self.global_weight if self.global_weight > 0 else math.inf
+
+    @property
+    def loss_divisor(self) -> float:
+        """What the loss sum is divided by: the weight, inf where it is 0."""
+        return self.global_weight if self.global_weight > 0 else math.inf
+
+    @property
+    def is_empty(self) -> bool:
+        """Whether there is no weight to divide by."""
+        return self.global_weight == 0
+
+    def cleared(self) -> WeightedAccumulationState:
+        """The state of a new window."""
+        return replace(self, global_count=0, microbatches=0, global_weight=0.0)

@@ -3,55 +3,17 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any
 
 import torch
 
 from ruda_ds.accumulation.accumulator import GradientAccumulator
 from ruda_ds.accumulation.checks import check_counts, check_loss
-from ruda_ds.accumulation.state import AccumulationState
+from ruda_ds.accumulation.state import AccumulationState, WeightedAccumulationState
 from ruda_ds.accumulation.style import CallingStyle
 from ruda_ds.accumulation.totals import MicrobatchTotals
-from ruda_ds.errors import CallingStyleError, CounterOverflowError, CountError, StateError
-
-
-@dataclass(frozen=True)
-class WeightedAccumulationState(AccumulationState):
-    """An AccumulationState whose divisor is a weight.
-
-    Attributes:
-        global_weight: sum of weights over all ranks and micro-batches; finite in ``dtype``, 0 or more. The integer
-            counters beside it are exact as ever.
-    """
-
-    global_weight: float = 0.0
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        if not math.isfinite(self.global_weight) or self.global_weight < 0:
-            raise StateError(f"global_weight is {self.global_weight}, expected a finite number of 0 or more")
-        if self.microbatches == 0 and self.global_weight != 0:
-            raise StateError(f"global_weight is {self.global_weight} in a window without a micro-batch, expected 0")
-
-    @property
-    def divisor(self) -> float:
-        """``loss_scale * global_weight``; inf where the weight is 0, so that the gradients become zero."""
-        return self.work_scale * self.global_weight if self.global_weight > 0 else math.inf
-
-    @property
-    def loss_divisor(self) -> float:
-        """What the loss sum is divided by: the weight, inf where it is 0."""
-        return self.global_weight if self.global_weight > 0 else math.inf
-
-    @property
-    def is_empty(self) -> bool:
-        """Whether there is no weight to divide by."""
-        return self.global_weight == 0
-
-    def cleared(self) -> WeightedAccumulationState:
-        """The state of a new window."""
-        return replace(self, global_count=0, microbatches=0, global_weight=0.0)
+from ruda_ds.errors import CallingStyleError, CounterOverflowError, CountError
 
 
 class WeightedGradientAccumulator(GradientAccumulator):

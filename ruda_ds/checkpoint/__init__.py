@@ -5,8 +5,9 @@ Importing this package is light: a module loads when a name of it is first used.
 
 from __future__ import annotations
 
-import importlib
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
+
+from ruda_ds import lazy
 
 _HOME = {
     "Manifest": "ruda_ds.checkpoint.manifest",
@@ -17,14 +18,9 @@ _HOME = {
 
 __all__ = ["Manifest", "load_checkpoint", "load_pretrained", "save_checkpoint"]
 
-
-def __getattr__(name: str) -> Any:
-    if name not in _HOME:
-        raise AttributeError(f"module 'ruda_ds.checkpoint' has no attribute {name!r}")
-    return getattr(importlib.import_module(_HOME[name]), name)
-
-
 if TYPE_CHECKING:
     from ruda_ds.checkpoint.manifest import Manifest
     from ruda_ds.checkpoint.pretrained import load_pretrained
     from ruda_ds.checkpoint.training import load_checkpoint, save_checkpoint
+else:  # Unseen by a type checker, which would take any name as known.
+    __getattr__, __dir__ = lazy.attributes(__name__, _HOME)
