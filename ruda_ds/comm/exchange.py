@@ -9,14 +9,12 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import IntEnum
 from itertools import accumulate
-from typing import Any
+from typing import NoReturn
 
 import torch
 import torch.distributed as dist
-from torch.profiler import record_function
 
 from ruda_ds.comm.lost import naming_lost_ranks
-from ruda_ds.comm.scope import CollectiveScope, current_scope
 from ruda_ds.comm.trace import TRACE
 from ruda_ds.errors import ExpertProtocolError, NonFiniteError, OwnershipError
 
@@ -137,98 +135,63 @@ def _require_ready(rows: list[list[int]]) -> None:
         )
 
 
-class _AllToAll(torch.autograd.Function):
-    """Rows out and back; the backward is the inverse exchange, entered on every rank."""
-
-    @staticmethod
-    def forward(
-        ctx: Any,
-        rows: torch.Tensor,
-        token: torch.Tensor,
-        sent: list[int],
-        received: list[int],
-        group: dist.ProcessGroup,
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        ctx.sent, ctx.received, ctx.group = sent, received, group
-        ctx.set_materialize_grads(True)
-        return _move(rows, sent, received, group), token.clone()
-
-    @staticmethod
-    def backward(ctx: Any, gradient: torch.Tensor, token: torch.Tensor) -> tuple:
-        with record_function("ruda.backward.exchange"):
-            return _move(gradient, ctx.received, ctx.sent, ctx.group), token, None, None, None
-
-
-def _move(rows: torch.Tensor, sent: list[int], received: list[int], group: dist.ProcessGroup) -> torch.Tensor:
-    if dist.get_world_size(group) == 1:
-        return rows.clone()
-    out = rows.new_empty(sum(received), rows.shape[1])
-    with naming_lost_ranks(group, "an expert exchange"):
-        dist.all_to_all_single(out, rows.contiguous(), received, sent, group=group)
-    return out
-
-
-def exchange_rows(
-    rows: torch.Tensor, sent: list[int], received: list[int], *, tracked: bool, group: dist.ProcessGroup
-) -> torch.Tensor:
-    """All-to-all-v of rows [R, H], ordered by rank.
+def move_rows(
+    out: torch.Tensor, rows: torch.Tensor, received: list[int], sent: list[int], group: dist.ProcessGroup
+) -> None:
+    """All-to-all-v of rows, ordered by rank, into ``out``; nothing to do for a rank alone.
 
     Args:
-        sent: [P] rows for each rank; they lie one after another.
+        out: [sum(received), H], contiguous; written.
+        rows: [sum(sent), H], contiguous.
         received: [P] rows from each rank.
-        tracked: the header's word.
+        sent: [P] rows for each rank; they lie one after another.
         group: the expert-parallel ranks.
     """
-    if not tracked:
-        return _move(rows, sent, received, group)
-    scope: CollectiveScope | None = current_scope()
-    token = scope.token if scope is not None and scope.token is not None else _new_token(rows)
-    moved, following = _AllToAll.apply(rows, token, sent, received, group)
-    if scope is not None:
-        scope.token = following
-    return moved
+    if dist.get_world_size(group) > 1:
+        with naming_lost_ranks(group, "an expert exchange"):
+            dist.all_to_all_single(out, rows, received, sent, group=group)
 
 
-def exchange_results(
-    results: torch.Tensor | Exception,
-    sent: list[int],
-    received: list[int],
-    *,
-    like: torch.Tensor,
-    tracked: bool,
-    group: dist.ProcessGroup,
-) -> torch.Tensor:
-    """The way back: `exchange_rows` of blocks that each end in one row more, this rank's status.
+def require_good(results: torch.Tensor, blocks: list[int]) -> None:
+    """Raise ExpertProtocolError if a block of returned results ends in a status that is not READY.
 
     Args:
-        results: [sum(sent) + P, H], a zero row at the end of each rank's block; or what went wrong here.
-        sent: [P] results for each rank, without the status rows.
-        received: [P] results from each rank.
-        like: [.., H], dtype and device of results.
-
-    Returns:
-        [sum(received) + P, H].
-
-    Raises:
-        ExpertProtocolError: on every rank, if any rank has gone wrong; nobody waits for results that do not come.
+        results: [sum(blocks), H].
+        blocks: [P] rows from each rank, the last of them its status; 0 of a rank that sends none.
     """
-    out, back = [count + 1 for count in sent], [count + 1 for count in received]
-    if isinstance(results, Exception):
-        status = status_of(results)
-        payload = like.new_zeros(sum(out), like.shape[1])
-        payload[_ends(out), 0] = int(status)
-        _move(payload, out, back, group)
-        raise ExpertProtocolError(dist.get_rank(group), REASONS[status]) from results
-    returned = exchange_rows(results, out, back, tracked=tracked, group=group)
-    for peer, code in enumerate(returned.detach()[_ends(back), 0].tolist()):
+    ends = _ends(blocks)
+    if not ends:
+        return
+    for peer, code in zip(ends, results[list(ends.values()), 0].tolist(), strict=True):
         if code:
             raise ExpertProtocolError(peer, REASONS[Status(int(code))])
-    return returned
 
 
-def _ends(blocks: list[int]) -> list[int]:
-    """The last row of each block."""
-    return [end - 1 for end in accumulate(blocks)]
+def _ends(blocks: list[int]) -> dict[int, int]:
+    """The last row of each rank's block; none of a rank without one."""
+    return {peer: end - 1 for peer, (end, count) in enumerate(zip(accumulate(blocks), blocks, strict=True)) if count}
+
+
+def tell_failure(
+    error: Exception, like: torch.Tensor, sent: list[int], received: list[int], group: dist.ProcessGroup
+) -> NoReturn:
+    """Send, in the place of results, blocks that end in a status; nobody waits for results that do not come.
+
+    Args:
+        error: what went wrong here.
+        like: [.., H], dtype and device of results.
+        sent, received: [P] rows as they are for results, each block's status among them.
+        group: the expert-parallel ranks.
+
+    Raises:
+        ExpertProtocolError: always.
+    """
+    status = status_of(error)
+    payload = like.new_zeros(sum(sent), like.shape[1])
+    for end in _ends(sent).values():
+        payload[end, 0] = int(status)
+    move_rows(like.new_empty(sum(received), like.shape[1]), payload, received, sent, group)
+    raise ExpertProtocolError(dist.get_rank(group), REASONS[status]) from error
 
 
 def status_of(error: Exception) -> Status:
@@ -238,7 +201,3 @@ def status_of(error: Exception) -> Status:
     if isinstance(error, NonFiniteError):
         return Status.NOT_FINITE
     return Status.BAD_INPUT if isinstance(error, OwnershipError) else Status.FAILED
-
-
-def _new_token(rows: torch.Tensor) -> torch.Tensor:
-    return torch.zeros((), dtype=torch.float32, device=rows.device, requires_grad=True)

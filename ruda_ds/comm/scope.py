@@ -75,3 +75,11 @@ class CollectiveScope:
 def current_scope() -> CollectiveScope | None:
     """The innermost scope that this thread of control stands in."""
     return _CURRENT.get()
+
+
+def next_token(device: torch.device) -> torch.Tensor:
+    """What the next tracked exchange takes and passes on: the current scope's, or the begin of a chain."""
+    scope = current_scope()
+    if scope is not None and scope.token is not None:
+        return scope.token
+    return torch.zeros((), dtype=torch.float32, device=device, requires_grad=torch.is_grad_enabled())

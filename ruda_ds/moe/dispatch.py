@@ -1,18 +1,20 @@
-"""Rows sorted by expert on the way out, weights applied once on the way back. No communication.
+"""Where rows lie on their way to experts and back. Index arithmetic alone: no rows, no communication.
 
-Letters: T tokens, K experts a token, R = T * K rows (assignments), E experts, H hidden width.
+[Note: own rows stay]
+A rank's rows for its own experts are not sent. They are the first rows of what the experts take and give; the rows of
+the other ranks follow, a block a rank, in the order of the ranks. A block of results ends in one row more, the status.
+
+Letters: T tokens, K experts a token, R = T * K rows (assignments), E experts, L experts owned here, P ranks.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
+from itertools import accumulate
 
 import torch
-from torch.profiler import record_function
-
-from ruda_ds.ops.rows import combine_rows, combine_rows_backward, sum_rows
+import torch.distributed as dist
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -43,67 +45,57 @@ def sort_by_expert(experts: torch.Tensor, num_experts: int) -> Dispatch:
     )
 
 
-class Gather(torch.autograd.Function):
-    """Rows [R, H] out of tokens [T, H]; the backward adds a token's K gradients in ascending expert order."""
+@dataclass(frozen=True, kw_only=True)
+class Route:
+    """How many rows go between this rank and each of its group; see [Note: own rows stay].
 
-    @staticmethod
-    def forward(ctx: Any, x: torch.Tensor, tokens: torch.Tensor, slots: torch.Tensor, compiled: bool) -> torch.Tensor:
-        """``x[tokens]``; ``compiled``: see ops/rows.py."""
-        ctx.save_for_backward(slots)
-        ctx.compiled = compiled
-        return x.index_select(0, tokens)
-
-    @staticmethod
-    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, None, None, None]:
-        """Sum over K, in float32 or wider."""
-        (slots,) = ctx.saved_tensors
-        with record_function("ruda.backward.dispatch"):
-            return sum_rows(gradient, slots, ctx.compiled), None, None, None
-
-
-class Combine(torch.autograd.Function):
-    """out [T, H] = sum over k of weights [T, K] * rows[slots[:, k]], added in float32 in ascending expert order.
-
-    ``term`` is a scalar loss that the layer adds by itself: its derivative is what ``account`` returns. ``account`` is
-    called once for each backward that uses the layer, which activation checkpointing of any kind does not repeat.
+    Attributes:
+        rank: this one's, in the group.
+        sent: [P] rows for the experts of each rank, its own among them.
+        received: [P] rows from each rank, its own among them.
+        group: the expert-parallel ranks.
     """
 
-    @staticmethod
-    def forward(
-        ctx: Any,
-        rows: torch.Tensor,
-        weights: torch.Tensor,
-        slots: torch.Tensor,
-        term: torch.Tensor,
-        account: Callable[[], float],
-        compiled: bool,
-    ) -> torch.Tensor:
-        """The weighted sum, in the rows' dtype; ``compiled``: see ops/rows.py."""
-        ctx.save_for_backward(rows, weights, slots)
-        ctx.account, ctx.like, ctx.compiled = account, (term.dtype, term.device), compiled
-        return combine_rows(rows, weights, slots, compiled)
+    rank: int
+    sent: list[int]
+    received: list[int]
+    group: dist.ProcessGroup
 
-    @staticmethod
-    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-        """Each row's gradient is written once; a weight's is a dot product in float32 or wider."""
-        with record_function("ruda.backward.combine"):
-            rows, weights, slots = ctx.saved_tensors
-            row_gradient, weight_gradient = combine_rows_backward(gradient, rows, weights, slots, ctx.compiled)
-            dtype, device = ctx.like
-            term_gradient = torch.full((), ctx.account(), dtype=dtype, device=device)
-        return row_gradient, weight_gradient, None, term_gradient, None, None
+    @property
+    def own(self) -> int:
+        """Rows that stay."""
+        return self.sent[self.rank]
+
+    def out(self, extra: int = 0) -> list[int]:
+        """[P] rows for each other rank, each block ``extra`` rows longer; 0 for this one."""
+        return self._others(self.sent, extra)
+
+    def into(self, extra: int = 0) -> list[int]:
+        """[P] rows from each other rank, likewise."""
+        return self._others(self.received, extra)
+
+    def _others(self, counts: list[int], extra: int) -> list[int]:
+        return [0 if peer == self.rank else count + extra for peer, count in enumerate(counts)]
+
+    def starts(self, blocks: Sequence[int]) -> list[int]:
+        """[P] where each rank's rows begin when this rank's come first, then ``blocks``, those of the others."""
+        begins = list(accumulate(blocks, initial=self.own))[:-1]
+        return [0 if peer == self.rank else begin for peer, begin in enumerate(begins)]
+
+    def shifts(self, blocks: Sequence[int]) -> torch.Tensor:
+        """[P] int64: how far a slot of Dispatch moves, by the owner of its expert, to lie as ``starts`` say."""
+        begins = list(accumulate(self.sent, initial=0))[:-1]
+        return torch.tensor(self.starts(blocks)) - torch.tensor(begins)
 
 
-def regroup(table: torch.Tensor) -> torch.Tensor:
-    """[R] int64: the arrived row at each place when rows are sorted by expert and, within one, by rank.
+def regroup(table: torch.Tensor, starts: Sequence[int]) -> torch.Tensor:
+    """[R] int64: where the r-th row lies when rows are sorted by expert and, within one, by rank.
 
     Args:
-        table: [P, L] rows of each expert from each rank, in which order they arrived.
+        table: [P, L] int64 rows of each expert from each rank; a rank's lie one after another, by expert.
+        starts: [P] where those of each rank begin.
     """
-    starts = torch.zeros(table.numel(), dtype=torch.int64)
-    torch.cumsum(table.reshape(-1)[:-1], 0, out=starts[1:])
+    begins = (table.cumsum(1) - table + torch.tensor(starts).unsqueeze(1)).t().reshape(-1)
     sizes = table.t().reshape(-1)  # in the wanted order
-    begins = starts.view(table.shape).t().reshape(-1)
-    ends = torch.cumsum(sizes, 0)
-    within = torch.arange(int(sizes.sum())) - torch.repeat_interleave(ends - sizes, sizes)
+    within = torch.arange(int(sizes.sum())) - torch.repeat_interleave(sizes.cumsum(0) - sizes, sizes)
     return torch.repeat_interleave(begins, sizes) + within

@@ -16,22 +16,16 @@ import torch.nn.functional as F
 from torch.profiler import record_function
 
 from ruda_ds import _deepspeed
-from ruda_ds.comm.exchange import (
-    Header,
-    Status,
-    exchange_headers,
-    exchange_results,
-    exchange_rows,
-    status_of,
-)
+from ruda_ds.comm.exchange import Header, Status, exchange_headers, status_of, tell_failure
 from ruda_ds.comm.groups import expert_groups
-from ruda_ds.comm.scope import current_scope
+from ruda_ds.comm.scope import current_scope, next_token
 from ruda_ds.errors import NonFiniteError, OwnershipError
-from ruda_ds.moe.dispatch import Combine, Dispatch, Gather, regroup, sort_by_expert
+from ruda_ds.moe.dispatch import Dispatch, Route, regroup, sort_by_expert
 from ruda_ds.moe.experts import ReceivedExperts
 from ruda_ds.moe.losses import router_losses
 from ruda_ds.moe.options import MoEOptions
 from ruda_ds.moe.router import choose
+from ruda_ds.moe.transfer import Return, Send
 from ruda_ds.ops import RowLayout
 from ruda_ds.ops.rows import is_compiled
 
@@ -57,15 +51,23 @@ class ExpertParallelMoEOutput:
 
 @dataclass(frozen=True)
 class _Routed:
-    """Rows ready to be sent, and what all ranks have told each other of theirs."""
+    """What this rank has decided.
 
-    dispatch: Dispatch
-    rows: torch.Tensor
-    weights: torch.Tensor
+    Attributes:
+        flat: [T, H] the input, tracked with gradients on.
+        logits: [T, E].
+        experts: [T, K], ascending.
+        weights: [T, K].
+        dispatch: the order of its rows.
+        compiled: whether compiled operators move and sum them.
+    """
+
+    flat: torch.Tensor
     logits: torch.Tensor
     experts: torch.Tensor
-    header: Header
-    sent: list[int]
+    weights: torch.Tensor
+    dispatch: Dispatch
+    compiled: bool
 
 
 def _track(x: torch.Tensor) -> torch.Tensor:
@@ -213,26 +215,25 @@ class ExpertParallelMoE(torch.nn.Module):
             raise OwnershipError(
                 "the layer has no process group: make an engine with DeepSpeed first, or pass group= to the constructor"
             )
-        routed = self._route_or_tell(x)
-        dispatch, weights, logits, experts = routed.dispatch, routed.weights, routed.logits, routed.experts
-        sent, header = routed.sent, routed.header
-        with record_function("ruda.exchange"):
-            arrived = exchange_rows(routed.rows, sent, header.received, tracked=header.tracked, group=self.group)
-        results = self._compute(arrived, header)
-        with record_function("ruda.return"):
-            returned = exchange_results(
-                results, header.received, sent, like=arrived, tracked=header.tracked, group=self.group
-            )
-        with record_function("ruda.combine"):
-            # Each owner's block of results ends in its status, so rows stand as many places further as owners precede.
-            owners = torch.bucketize(experts, self._owner_ends.to(experts.device), right=True)
-            term, account = self._accounted(logits, dispatch.counts)
-            compiled = is_compiled(self.options.backend, returned)
-            output = Combine.apply(returned, weights, dispatch.slots + owners, term, account, compiled).view(x.shape)
+        routed, header = self._route_or_tell(x)
+        route = self._route_of(header)
+        # Which rank owns the expert of each assignment.
+        owners = torch.bucketize(routed.experts, self._owner_ends.to(routed.experts.device), right=True)
+        token = next_token(routed.flat.device)
+        arrived, token = Send.apply(routed.flat, token, routed.dispatch, owners, route, routed.compiled)
+        results = self._compute(arrived, header.counts, route)
+        if isinstance(results, Exception):
+            tell_failure(results, arrived, route.into(extra=1), route.out(extra=1), route.group)
+        term, account = self._accounted(routed.logits, routed.dispatch.counts)
+        output, token = Return.apply(
+            results, token, routed.weights, routed.dispatch.slots, owners, term, account, route, routed.compiled
+        )
+        output = output.view(x.shape)
         scope = current_scope()
-        if scope is not None:
+        if scope is not None and header.tracked:
+            scope.token = token
             scope.keep(output)
-        return (output, logits, experts, sent, header.received) if detailed else output
+        return (output, routed.logits, routed.experts, route.sent, route.received) if detailed else output
 
     def forward_detailed(self, x: torch.Tensor) -> ExpertParallelMoEOutput:
         """`forward`, with the router's logits and choices of the same pass."""
@@ -255,22 +256,24 @@ class ExpertParallelMoE(torch.nn.Module):
 
         return term, account
 
-    def _route_or_tell(self, x: torch.Tensor) -> _Routed:
+    def _route_or_tell(self, x: torch.Tensor) -> tuple[_Routed, Header]:
         """Route, and exchange headers; an error of this rank is told to all of the group, and raised on all."""
-        number_of_experts = self.experts.ownership.num_experts
         self._calls += 1
         try:
-            dispatch, rows, weights, logits, experts = self._route(x)
+            routed = self._decide(x)
         except Exception as error:
             device = next(iter(self.experts.named_parameters()))[1].device
-            nothing = torch.zeros(number_of_experts, dtype=torch.int64, device=device)
+            nothing = torch.zeros(self.experts.ownership.num_experts, dtype=torch.int64, device=device)
             self._exchange_headers(nothing, status_of(error))  # raises ExpertProtocolError on every rank
             raise
-        header = self._exchange_headers(dispatch.counts, Status.READY)
-        sent = [sum(header.own_counts[start:stop]) for start, stop in pairwise(self.experts.ownership.prefix)]
-        return _Routed(dispatch, rows, weights, logits, experts, header, sent)
+        return routed, self._exchange_headers(routed.dispatch.counts, Status.READY)
 
-    def _route(self, x: torch.Tensor) -> tuple:
+    def _route_of(self, header: Header) -> Route:
+        assert self.group is not None
+        sent = [sum(header.own_counts[start:stop]) for start, stop in pairwise(self.experts.ownership.prefix)]
+        return Route(rank=dist.get_rank(self.group), sent=sent, received=header.received, group=self.group)
+
+    def _decide(self, x: torch.Tensor) -> _Routed:
         hidden = self.experts.dimensions[1]
         if not isinstance(x, torch.Tensor):
             raise OwnershipError(f"the layer's input is a {type(x).__name__}, expected a tensor [..., {hidden}]")
@@ -286,8 +289,7 @@ class ExpertParallelMoE(torch.nn.Module):
             experts, weights = choose(logits, self.options, self.correction_bias)
         with record_function("ruda.dispatch"):
             dispatch = sort_by_expert(experts, self.experts.ownership.num_experts)
-            rows = Gather.apply(flat, dispatch.tokens, dispatch.slots, is_compiled(self.options.backend, flat))
-            return dispatch, rows, weights, logits, experts
+        return _Routed(flat, logits, experts, weights, dispatch, is_compiled(self.options.backend, flat))
 
     def _exchange_headers(self, counts: torch.Tensor, status: Status) -> Header:
         assert self.group is not None
@@ -303,19 +305,17 @@ class ExpertParallelMoE(torch.nn.Module):
                 group=self.group,
             )
 
-    def _compute(self, arrived: torch.Tensor, header: Header) -> torch.Tensor | Exception:
-        """Rows that arrived by rank, each rank's by expert -> results laid out for the way back, or what went wrong."""
+    def _compute(self, arrived: torch.Tensor, counts: list[list[int]], route: Route) -> torch.Tensor | Exception:
+        """Own rows, then those of other ranks -> results in the same order, with room for a status at the end of each
+        other rank's block; or what went wrong."""
         with record_function("ruda.dispatch"):
-            table = torch.tensor(header.counts, dtype=torch.int64).view(len(header.counts), -1)  # [P, L]
+            table = torch.tensor(counts, dtype=torch.int64).view(len(counts), -1)  # [P, L]
             offsets = torch.zeros(table.shape[1] + 1, dtype=torch.int64)
             torch.cumsum(table.sum(0), 0, out=offsets[1:])
-            order = regroup(table)
-            received = table.sum(1)
-            # Each rank's block of results ends in a row for the status.
-            places = order + torch.repeat_interleave(torch.arange(len(table)), received)[order]
+            order, places = (regroup(table, route.starts(route.into(extra))) for extra in (0, 1))
             offsets, order, places = (index.to(arrived.device) for index in (offsets, order, places))
             layout = RowLayout(
-                order=order if min(table.shape) > 1 else None, places=places, size=len(order) + len(table)
+                order=order if len(table) > 1 else None, places=places, size=route.own + sum(route.into(extra=1))
             )
         try:
             with record_function("ruda.experts"):

@@ -82,14 +82,25 @@ def _backward_flops(
     return 2 * products * preactivation[0] * gate[1] * gate[2]
 
 
-def _fake_combine(rows: torch.Tensor, weights: torch.Tensor | None, slots: torch.Tensor) -> torch.Tensor:
+def _fake_fresh(like: torch.Tensor, count: int) -> torch.Tensor:
+    return like.new_empty(count, like.shape[1])
+
+
+def _fake_combine(
+    rows: torch.Tensor, more: torch.Tensor | None, weights: torch.Tensor | None, slots: torch.Tensor
+) -> torch.Tensor:
     return rows.new_empty(slots.shape[0], rows.shape[1])
 
 
 def _fake_combine_backward(
-    gradient: torch.Tensor, rows: torch.Tensor, weights: torch.Tensor, slots: torch.Tensor
-) -> tuple[torch.Tensor, torch.Tensor]:
-    return torch.empty_like(rows), torch.empty_like(weights)
+    gradient: torch.Tensor, rows: torch.Tensor, weights: torch.Tensor, slots: torch.Tensor, split: int, room: int
+) -> Tensors:
+    hidden = rows.shape[1]
+    return (
+        rows.new_empty(split + room, hidden),
+        rows.new_empty(rows.shape[0] - split, hidden),
+        torch.empty_like(weights),
+    )
 
 
 def register() -> None:
@@ -98,6 +109,7 @@ def register() -> None:
         return
     torch.library.register_fake("ruda::fused_experts", _fake_forward)
     torch.library.register_fake("ruda::fused_experts_backward", _fake_backward)
+    torch.library.register_fake("ruda::fresh_rows", _fake_fresh)
     torch.library.register_fake("ruda::combine_rows", _fake_combine)
     torch.library.register_fake("ruda::combine_rows_backward", _fake_combine_backward)
     register_flop_formula(torch.ops.ruda.fused_experts)(_forward_flops)

@@ -147,7 +147,7 @@ std::tuple<Tensor, Tensor> fused_experts(
     const std::optional<Tensor>& order, const std::optional<Tensor>& places, std::int64_t size, bool keep) {
   Inputs inputs(rows, offsets, gate, up, down, order, places, size);
   Problem& p = inputs.problem;
-  Pass pass;
+  Pass pass(Caller::forward);
   Tensor output = fresh_at(pass, inputs.places, inputs.size, inputs.rows);
   Tensor preactivation = keep ? pass.fresh({p.rows, 2 * p.inner}, rows.options()) : at::empty({0}, rows.options());
   Tensor activation = pass.fresh({p.rows, p.inner}, rows.options());
@@ -189,7 +189,7 @@ std::tuple<Tensor, Tensor, Tensor, Tensor> fused_experts_backward(
   const Tensor given = gradient.contiguous(), pre = preactivation.contiguous();
   p.gradient = given.const_data_ptr();
   p.preactivation = const_cast<void*>(pre.const_data_ptr());  // only read by this pass
-  Pass pass;
+  Pass pass(Caller::backward);
   Tensor found = needs[0] ? fresh_at(pass, inputs.order, rows.size(0), inputs.rows) : at::empty({0}, rows.options());
   if (needs[0]) p.x_gradient = found.mutable_data_ptr();
   Tensor gate_found = weight_gradient(pass, p, 0, "gate_gradient", needs[1], gate, gate_buffer);

@@ -8,7 +8,7 @@
 #include <c10/core/Storage.h>
 #include <sys/mman.h>
 
-#include <algorithm>
+#include <array>
 #include <atomic>
 #include <deque>
 #include <mutex>
@@ -67,10 +67,13 @@ class Pool {
     pool.drop(pool.limit_);
   }
 
-  // A pass has asked for so many bytes.
-  void learn(std::size_t asked) {
+  // A call has asked for so many bytes.
+  void learn(Caller caller, std::size_t asked) {
     const std::lock_guard<std::mutex> lock(mutex_);
-    limit_ = std::max<std::size_t>(limit_, asked);
+    std::size_t& largest = largest_[static_cast<int>(caller)];
+    if (asked <= largest) return;
+    limit_ += asked - largest;
+    largest = asked;
   }
 
  private:
@@ -114,13 +117,14 @@ class Pool {
   std::mutex mutex_;
   std::deque<Block> free_;  // the oldest first
   std::size_t kept_ = 0;
+  std::array<std::size_t, static_cast<int>(Caller::count)> largest_{};
   std::atomic<std::size_t> limit_{0}, live_{0};
 };
 
 }  // namespace
 
 Pass::~Pass() {
-  if (asked_) Pool::get().learn(asked_);
+  if (asked_) Pool::get().learn(caller_, asked_);
 }
 
 at::Tensor Pass::fresh(at::IntArrayRef shape, const at::TensorOptions& options) {

@@ -72,16 +72,18 @@ struct Task {
 using RunTask = void (*)(const Problem&, const Task&, const Task* next, char* scratch);
 
 // Sums of K rows a token. Null ``gradient``: sums[t] = sum over k of weights[t, k] rows[slots[t, k]], weights null: 1;
-// else its derivatives, for slots that name no row twice.
+// else its derivatives, for slots that name no row twice. Rows, and their gradients, may lie in two places: those from
+// ``split`` on in the second.
 struct RowSums {
   Scalar scalar;
   long top_k, hidden;
-  const void* rows;           // [N, H]
+  long rows_split, gradient_split;
+  const void* rows[2];        // [split, H], [.., H]
   const std::int64_t* slots;  // [T, K]
   const float* weights;       // [T, K]
   void* sums;                 // [T, H]
   const void* gradient;       // [T, H]
-  void* row_gradient;         // [N, H], written where a slot points
+  void* row_gradient[2];      // [split, H], [.., H], written where a slot points
   float* weight_gradient;     // [T, K]
 };
 

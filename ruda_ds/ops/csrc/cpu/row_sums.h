@@ -11,6 +11,12 @@ struct TokenSums {
 
   const T* row(const void* matrix, long at) const { return static_cast<const T*>(matrix) + at * s.hidden; }
   T* row(void* matrix, long at) const { return static_cast<T*>(matrix) + at * s.hidden; }
+  const T* source(long slot) const {
+    return slot < s.rows_split ? row(s.rows[0], slot) : row(s.rows[1], slot - s.rows_split);
+  }
+  T* target(long slot) const {
+    return slot < s.gradient_split ? row(s.row_gradient[0], slot) : row(s.row_gradient[1], slot - s.gradient_split);
+  }
 
   // Calls with(vector, its first column, lanes from there on) for each vector that has a column of the row.
   template <class With>
@@ -27,7 +33,7 @@ struct TokenSums {
     for (long column = 0; column < s.hidden; column += kSumLanes) {
       Vec sum[kSumVectors] = {zero(), zero(), zero(), zero()};
       for (long k = 0; k < s.top_k; ++k) {
-        const T* from = row(s.rows, slots[k]);
+        const T* from = source(slots[k]);
         const Vec weight = splat(weights ? weights[k] : 1.0f);
         each_vector(column, s.hidden, [&](int j, long at, long lanes) {
           sum[j] = fma(weight, load_part(from + at, lanes), sum[j]);
@@ -40,8 +46,8 @@ struct TokenSums {
   void differentiate(long token) const {
     const T* gradient = row(s.gradient, token);
     for (long k = token * s.top_k; k < (token + 1) * s.top_k; ++k) {
-      const T* from = row(s.rows, s.slots[k]);
-      T* to = row(s.row_gradient, s.slots[k]);
+      const T* from = source(s.slots[k]);
+      T* to = target(s.slots[k]);
       const Vec weight = splat(s.weights[k]);
       Vec dot[kSumVectors] = {zero(), zero(), zero(), zero()};
       for (long column = 0; column < s.hidden; column += kSumLanes)
