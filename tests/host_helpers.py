@@ -15,6 +15,8 @@ from pathlib import Path
 
 import pytest
 
+from ruda_ds.checkpoint.writer import LATEST, interrupted
+
 ROOT = Path(__file__).resolve().parent.parent
 ETC = Path("/etc/netns")
 
@@ -236,6 +238,15 @@ def await_windows(output: Path, log: Path, limit_s: float, job: subprocess.Popen
         if time.monotonic() > deadline or job.poll() is not None:
             pytest.fail(f"no window has come (exit code {job.poll()}):\n{log.read_text()[-6000:]}")
         time.sleep(0.1)
+
+
+def await_save(folder: Path, limit_s: float) -> None:
+    """Wait until a save is under way that follows a complete one."""
+    deadline = time.monotonic() + limit_s
+    while not ((folder / LATEST).exists() and interrupted(folder)):
+        if time.monotonic() > deadline:
+            pytest.fail(f"no save under way: {sorted(path.name for path in folder.glob('*'))}")
+        time.sleep(0.001)
 
 
 def _read(pid: int, what: str) -> bytes:

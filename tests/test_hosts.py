@@ -13,7 +13,9 @@ import signal
 from pathlib import Path
 
 import pytest
-from host_helpers import Hosts, await_windows, build_extensions, finish, why_not
+from host_helpers import Hosts, await_save, await_windows, build_extensions, finish, why_not
+
+from ruda_ds.cli.convert import main as convert
 
 ROOT = Path(__file__).resolve().parent.parent
 LIMIT_S = 10  # "ruda": {"timeout_s": ...}
@@ -142,14 +144,17 @@ def test_the_deepspeed_launcher_on_two_hosts_equals_one(tmp_path, built, text, o
 class Running:
     """A training run over hosts that has made its first steps."""
 
-    def __init__(self, hosts: Hosts, folder: Path, text: Path, slots: list[int], *options: str) -> None:
+    def __init__(
+        self, hosts: Hosts, folder: Path, text: Path, slots: list[int], *options: str, more: list[str] | None = None
+    ) -> None:
         config = json.loads((ROOT / "ds_configs" / "zero3_cpu.json").read_text())
         config["ruda"] = {**config.get("ruda", {}), "timeout_s": LIMIT_S}
         (folder / "config.json").write_text(json.dumps(config))
-        arguments = ["--deepspeed_config", str(folder / "config.json"), "--steps", "100000", "--data", str(text), *TINY]
-        command = [*mpi(hosts.hostfile(folder, slots), *options), *arguments, "--output", str(folder / "run")]
+        arguments = ["--deepspeed_config", str(folder / "config.json"), "--data", str(text), *TINY]
+        arguments += [*(more or []), "--output", str(folder / "run")]
+        self.command = [*mpi(hosts.hostfile(folder, slots), *options), *arguments]
         self.hosts, self.log = hosts, folder / "log"
-        self.job = hosts.start(command, self.log, RUDA_LAUNCH_GRACE_S=str(GRACE_S))
+        self.job = hosts.start([*self.command, "--steps", "100000"], self.log, RUDA_LAUNCH_GRACE_S=str(GRACE_S))
         await_windows(folder / "run", self.log, 120, self.job)
         self.last = hosts.names[-1]
         assert len(hosts.ranks(self.last)) == slots[-1]
@@ -232,3 +237,25 @@ def test_a_lossy_and_slow_link_slows_training_and_does_not_end_it(tmp_path, buil
         hosts.slow("h1", "20mbit")
         found, _ = train(hosts, mpi(hosts.hostfile(tmp_path, [2, 2])), text, tmp_path)
     assert found == one_host
+
+
+@pytest.mark.parametrize("fault", ["killed", "stopped", "cut off"])
+def test_a_host_fails_while_saving(tmp_path, built, text, fault):
+    """The last complete checkpoint stands, and the run goes on from it once the host is back."""
+    with Hosts(2, tmp_path, built) as hosts:
+        run = Running(hosts, tmp_path, text, [2, 2], more=["--save-every", "1"])
+        saved = tmp_path / "run" / "checkpoints"
+        await_save(saved, 30)
+        if fault == "cut off":
+            hosts.link(run.last, "down")
+        for pid in hosts.ranks(run.last) if fault != "cut off" else []:
+            os.kill(pid, signal.SIGKILL if fault == "killed" else signal.SIGSTOP)
+        run.ends()
+        assert convert(["verify", str(saved), "-q"]) == 0
+        hosts.link(run.last, "up")
+        last = int((saved / "latest").read_text().removeprefix("global_step"))
+        job = hosts.start([*run.command, "--resume", "--steps", str(last + 3)], tmp_path / "again")
+        code, said, _ = finish(job, tmp_path / "again", 150)
+        assert code == 0, said[-4000:]
+        assert (saved / "latest").read_text() == f"global_step{last + 3}"
+        assert hosts.left(5) == {}

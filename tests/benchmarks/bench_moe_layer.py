@@ -165,19 +165,22 @@ def not_experts(layer, x: torch.Tensor, upstream: torch.Tensor, repeats: int = 1
 
 
 def wire(layer, x: torch.Tensor, repeats: int = 12) -> float:
-    """Seconds that torch's bare all-to-all-v takes for the rows that the layer moves: there and back, and the gradients
-    of both. What no layer over this group can go below."""
+    """Seconds that torch's bare all-to-all-v takes for the rows that go to other ranks: there and back, and the
+    gradients of both. What no layer over this group can go below."""
     with torch.no_grad():
         out = layer.moe.forward_detailed(x)
-    there = torch.empty(sum(out.sent_rows), x.shape[-1], dtype=x.dtype)
-    here = torch.empty(sum(out.received_rows), x.shape[-1], dtype=x.dtype)
+    sent, received = (
+        [0 if p == dist.get_rank() else n for p, n in enumerate(c)] for c in (out.sent_rows, out.received_rows)
+    )
+    there = torch.empty(sum(sent), x.shape[-1], dtype=x.dtype)
+    here = torch.empty(sum(received), x.shape[-1], dtype=x.dtype)
     taken = []
     for _ in range(repeats):
         dist.barrier()
         began = time.perf_counter()
         for _ in range(2):
-            dist.all_to_all_single(here, there, out.received_rows, out.sent_rows)
-            dist.all_to_all_single(there, here, out.sent_rows, out.received_rows)
+            dist.all_to_all_single(here, there, received, sent)
+            dist.all_to_all_single(there, here, sent, received)
         taken.append(over_ranks(time.perf_counter() - began, dist.ReduceOp.MAX))
     return statistics.median(taken)
 
@@ -201,7 +204,8 @@ def split_of(layer, x: torch.Tensor, upstream: torch.Tensor, repeats: int = 6) -
 
 
 def bytes_sent(layer, x: torch.Tensor, experts: int) -> int:
-    """Bytes that this rank sends to others in forward and backward: rows twice there and back, one header."""
+    """Bytes that this rank sends to others in forward and backward: rows and their gradients there and back, the
+    status rows of the way back, one header."""
     with torch.no_grad():
         out = layer.moe.forward_detailed(x)
     rank, world = dist.get_rank(), dist.get_world_size()
@@ -209,7 +213,7 @@ def bytes_sent(layer, x: torch.Tensor, experts: int) -> int:
     received = sum(rows for peer, rows in enumerate(out.received_rows) if peer != rank)
     row = x.shape[-1] * x.element_size()
     header = (experts - len(layer.moe.experts.ownership.range(rank)) + 5 * (world - 1)) * 8
-    return 2 * (sent + received + 2 * (world - 1)) * row + header
+    return 2 * (sent + received + world - 1) * row + header
 
 
 def tokens_without_ties(router: torch.Tensor, tokens: int, top_k: int, generator: torch.Generator) -> torch.Tensor:
