@@ -50,7 +50,7 @@ def test_bytes_are_those_of_four_real_ranks(folder, ep_size, dtype, kept, monkey
     counted = run_ranks(count_a_window, WORLD, folder, ep_size, dtype, ROWS, LENGTH, MICRO_BATCHES, kept, timeout_s=200)
 
     def measured(collective: str, kind: str, ranks: int) -> float:
-        """Mean over the ranks: routing is uneven, its sum is not."""
+        """Mean over the ranks: routing is uneven, but alike on all ranks, which have the same tokens."""
         return sum(table.get((collective, kind, ranks), 0) for table in counted) / WORLD
 
     exchanged = [entry.given for name, entry in planned.items() if name.startswith("all-to-all-v of rows")]
@@ -106,8 +106,7 @@ def test_what_many_ranks_hold_and_send():
     assert [value for name, value in held.items() if name.endswith("cut")] == [2 * cut, 4 * cut, 8 * cut, 4 * cut]
     moved = {entry.name: entry for entry in plan_model.traffic(shape, run)}
     forward = moved["all-to-all-v of rows, forward"]
-    assert forward.given == 4 * (2 * 2 * 1024 * 8 + 64) * 256 * 2
-    assert forward.sent == forward.given * 63 / 64
+    assert forward.given == forward.sent == 4 * (2 * 2 * 1024 * 8 * 63 // 64 + 63) * 256 * 2
     assert moved["reduce-scatter of gradients, experts"].sent == 4 * 4 * 3 * 2**16 * 3 / 4
     again = {entry.name: entry for entry in plan_model.traffic(shape, replace(run, checkpointing=True))}
     assert again["all-to-all-v of rows, forward"].given == 2 * forward.given

@@ -145,22 +145,23 @@ def traffic(shape: Shape, run: Run) -> list[Traffic]:
 
 
 def _exchanges(shape: Shape, run: Run) -> list[Traffic]:
-    """Rows out and back, in the forward, and in the backward the same the other way; results carry a status row.
+    """Rows out and back, in the forward, and in the backward the same the other way; results carry a status row a rank.
 
-    A recomputed block runs its forward, and with it header and both exchanges, twice.
+    Own rows are not sent. A recomputed block runs its forward, and with it header and both exchanges, twice.
     """
     calls = shape.moe_layers * run.micro_batches
     row = shape.hidden * run.element
-    there = run.rows * run.length * shape.top_k * row
-    back = there + run.ep_size * row
-    forwards = 2 if run.checkpointing else 1
     away = (run.ep_size - 1) / run.ep_size
-    parts = {
-        "all-to-all-v of rows, forward": forwards * (there + back) * calls,
-        "all-to-all-v of rows, backward": (there + back) * calls,
-        "all-to-all-v of headers": forwards * 8 * (run.ep_size * FIXED_FIELDS + shape.experts) * calls,
-    }
-    return [Traffic(name, given, given * away, run.ep_size) for name, given in parts.items()]
+    there = run.rows * run.length * shape.top_k * row * away
+    back = there + (run.ep_size - 1) * row
+    forwards = 2 if run.checkpointing else 1
+    headers = forwards * 8 * (run.ep_size * FIXED_FIELDS + shape.experts) * calls
+    forward, backward = forwards * (there + back) * calls, (there + back) * calls
+    return [
+        Traffic("all-to-all-v of rows, forward", forward, forward, run.ep_size),
+        Traffic("all-to-all-v of rows, backward", backward, backward, run.ep_size),
+        Traffic("all-to-all-v of headers", headers, headers * away, run.ep_size),
+    ]
 
 
 def memory(shape: Shape, run: Run) -> dict[str, float]:
