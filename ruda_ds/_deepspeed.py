@@ -186,10 +186,15 @@ def is_stage3(optimizer: Any) -> bool:
 
 
 def partition_group(optimizer: Any, parameter: torch.Tensor, fragment: FlatFragment | None) -> Any:
-    """The process group over which a parameter (below stage 3: its gradient, lying at ``fragment``) is partitioned."""
+    """The process group over which a parameter (below stage 3: its gradient, lying at ``fragment``) is partitioned.
+
+    Below stage 3 what is frozen lies in no flat buffer: it is copied over all ranks, an expert over those that have it.
+    """
     if is_stage3(optimizer):
         return optimizer._get_param_partition_group(parameter)
-    return optimizer.dp_process_group if fragment is None else stage12_group(optimizer, fragment.group_index)
+    if fragment is not None:
+        return stage12_group(optimizer, fragment.group_index)
+    return getattr(parameter, "ds_zero_partition_process_group", optimizer.dp_process_group)
 
 
 def logical_shape(parameter: torch.Tensor) -> torch.Size:

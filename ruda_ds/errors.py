@@ -113,6 +113,25 @@ class CheckpointError(RudaError):
     """
 
 
+class UnfinishedError(RudaError):
+    """A conversion has stopped, and the files that it has completed are kept for the same command to go on from.
+
+    Args:
+        reason: why it has stopped.
+        folder: where they are.
+        complete, total: files.
+    """
+
+    def __init__(self, reason: str, folder: Any, complete: int, total: int) -> None:
+        self.folder = folder
+        self.complete = complete
+        self.total = total
+        super().__init__(
+            f"{reason}; {complete} of {total} files are complete in {folder}: the same command goes on from there, or "
+            "delete that folder to give up"
+        )
+
+
 class BuildError(RudaError):
     """A compiled operator cannot be built or loaded; the message says why, in one line where there is one."""
 

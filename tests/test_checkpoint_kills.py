@@ -4,14 +4,13 @@ import hashlib
 import os
 import random
 import resource
-import signal
-import sys
 from itertools import pairwise
 from pathlib import Path
 
 import pytest
 import torch.distributed as dist
 from checkpoint_helpers import differing, make, microbatch, state
+from kill_helpers import KillAt
 
 import ruda_ds
 from ruda_ds.checkpoint.writer import TagFolder, interrupted, locate
@@ -69,27 +68,6 @@ def test_a_rank_that_cannot_save_stops_all_and_leaves_the_last_tag(tmp_path):
 
 
 # --- kills ----------------------------------------------------------------------------------------------------------
-
-
-class KillAt:
-    """Ends this process by SIGKILL at its n-th operation on files below a folder; counts them if n is None."""
-
-    EVENTS = ("open", "os.rename", "os.mkdir", "os.remove", "os.rmdir", "os.listdir", "os.scandir", "shutil.rmtree")
-
-    def __init__(self, folder: str, at: int | None) -> None:
-        self.folder, self.at, self.count = folder, at, 0
-        sync = os.fsync
-        os.fsync = lambda number: (self.tick(), sync(number))[1]
-        sys.addaudithook(self.hook)
-
-    def hook(self, event: str, arguments: tuple) -> None:
-        if event in self.EVENTS and str(arguments[0]).startswith(self.folder):
-            self.tick()
-
-    def tick(self) -> None:
-        self.count += 1
-        if self.count == self.at:
-            os.kill(os.getpid(), signal.SIGKILL)
 
 
 def digest(engine) -> str:

@@ -12,7 +12,7 @@ from convert_helpers import convert, engine_of, feed, windows
 import ruda_ds
 from ruda_ds.checkpoint.pt_writer import write_pt
 from ruda_ds.checkpoint.reader import PtFile
-from ruda_ds.checkpoint.reshard_disk import _lazy
+from ruda_ds.checkpoint.reshard_values import lazy
 from ruda_ds.cli.ranks import run_ranks
 
 OPTIM = "zero_pp_rank_1_mp_rank_00_optim_states.pt"
@@ -59,7 +59,7 @@ def refused(folder, out, capsys, *texts, commands=("to-hf", "reshard", "verify")
 
 def edit(path, change):
     """Rewrite one of DeepSpeed's files with its values changed."""
-    root = _lazy(PtFile(path).root)
+    root = lazy(PtFile(path).root)
     change(root)
     write_pt(path.with_name("new.pt"), root, lambda nbytes: None)
     path.with_name("new.pt").rename(path)

@@ -100,18 +100,18 @@ def test_topologies_there_and_back(saved, tmp_path):
     equal_on_disk(tmp_path / "0" / "mid", tmp_path / "4" / "mid")
 
 
-def equal_on_disk(first, last):
-    """The manifests say the same, and every tensor is the same to the bit."""
+def equal_on_disk(first, last, shards=30, tensors=100):
+    """The manifests say the same, and every tensor is the same to the bit; there are more than so many."""
     left, right = Manifest.read(first), Manifest.read(last)
     assert (left.groups, left.experts, left.window) == (right.groups, right.experts, right.window)
     for path in first.glob("ruda_pending*"):
         assert hf.read_header(last / path.name)[1] == hf.read_header(path)[1]
-        assert equal_values(load_file(path), load_file(last / path.name)) > 30
+        assert equal_values(load_file(path), load_file(last / path.name)) > shards
     compared = 0
     for path in first.glob("*.pt"):
         states = [torch.load(folder / path.name, weights_only=False) for folder in (first, last)]
         compared += equal_values(*states)
-    assert compared > 100
+    assert compared > tensors
 
 
 def equal_values(left, right):

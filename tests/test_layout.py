@@ -4,6 +4,7 @@ import io
 import os
 import pickle
 import zipfile
+from collections import Counter
 
 import pytest
 import torch
@@ -15,11 +16,11 @@ from ruda_ds.checkpoint.layout import (
     SUB_GROUP_SIZE,
     Logical,
     Stage3Layout,
-    Stage12Layout,
     Topology,
     covers,
     stage3_groups,
 )
+from ruda_ds.checkpoint.layout_stage12 import Stage12Layout
 from ruda_ds.checkpoint.pickles import Foreign, LazyTensor
 from ruda_ds.checkpoint.pt_writer import write_pt
 from ruda_ds.checkpoint.reader import PtFile
@@ -86,7 +87,7 @@ def test_below_stage3_segments_cover_every_element(job):
             total = sum(torch.Size(topology.local_shape(p, rank)).numel() for p in part)
             sizes.append(-(-total // (2 * len(ranks))) * 2)
         partitions.append(sizes)
-    layout = Stage12Layout(parts, [[0] * len(part) for part in parts], partitions, topology)
+    layout = Stage12Layout(parts, [[[0] * len(part) for part in parts]] * topology.ep_size, partitions, topology)
     seen = set()
     for parameter in (p for part in parts for p in part):
         segments = layout.segments(parameter.name)
@@ -145,6 +146,7 @@ def content():
         "shape": torch.Size([3, 4]),
         "nested": [{"a": (1, 2.5, None, True, "text", b"bytes")}, {3, 4}],
         "dtype": torch.bfloat16,
+        "milestones": Counter([1, 3, 3]),
     }
 
 
@@ -188,6 +190,7 @@ def test_what_is_written_is_what_torch_loads(tmp_path):
         assert isinstance(found["scaler"], LossScaler)
         assert found["stage"] is ZeroStageEnum.weights
         assert found["nested"] == content()["nested"]
+        assert found["milestones"] == content()["milestones"]
         assert found["shape"] == torch.Size([3, 4])
     with zipfile.ZipFile(again) as archive:
         assert archive.testzip() is None

@@ -8,9 +8,11 @@ from pathlib import Path
 
 from ruda_ds.checkpoint import families_disk, hf
 from ruda_ds.checkpoint.families_read import from_disk
+from ruda_ds.checkpoint.journal import identity_of
 from ruda_ds.checkpoint.manifest import sha256_of
 from ruda_ds.checkpoint.reader import damaged
 from ruda_ds.checkpoint.recipes import Recipe, unaccounted
+from ruda_ds.checkpoint.resume import Note, growing, silent, write_shards
 from ruda_ds.checkpoint.to_hf import Advance, read_config
 from ruda_ds.checkpoint.weights import DESCRIPTION, Description, experts_file
 from ruda_ds.errors import CheckpointError
@@ -80,23 +82,28 @@ class FromHf(hf.Planned):
     prefix: tuple[int, ...]
     shards: list[hf.Shard]
 
-    def run(self, target: Path, advance: Advance) -> None:
-        """Write the folder; ``advance`` is told bytes as they are written.
+    def run(self, target: Path, advance: Advance, note: Note = silent) -> None:
+        """Write the folder, or what an interrupted run has left to be written.
+
+        Args:
+            advance: told bytes as they are written, or taken over.
+            note: told what is taken over, or why it is not.
 
         Raises:
             CheckpointError: the target is there already, or a source file is damaged; nothing is left then.
+            UnfinishedError: see `resume.growing`.
         """
         cubes = tuple(recipe.name for recipe in self.opened.recipes if recipe.rows)
-        with hf.finished_folder(target) as folder:
-            for shard in self.shards:
-                hf.write_shard(folder, shard, self.opened.source, {"format": "pt"}, advance)
-            hf.copy_side_files(self.opened.folder, folder)
-            files = {
-                path.name: {"bytes": path.stat().st_size, "sha256": sha256_of(path)}
-                for path in sorted(folder.iterdir())
-            }
-            made = Description(self.prefix, self.opened.layout, cubes, files)
-            hf.write_text(folder / DESCRIPTION, made.dumps())
+        source, metadata = self.opened.source, {"format": "pt"}
+        identity = identity_of("from-hf", self.shards, metadata, source.paths)
+        with growing(target, identity, len(self.shards), note) as result:
+            write_shards(result, self.shards, source, metadata, advance, hashed=True)
+            files = dict(result.complete)
+            for name in hf.copy_side_files(self.opened.folder, result.folder):
+                path = result.folder / name
+                files[name] = {"bytes": path.stat().st_size, "sha256": sha256_of(path)}
+            made = Description(self.prefix, self.opened.layout, cubes, dict(sorted(files.items())))
+            hf.write_text(result.folder / DESCRIPTION, made.dumps())
 
 
 def plan_from_hf(

@@ -14,7 +14,8 @@ import torch
 
 from ruda_ds.checkpoint.reader import FILES, bytes_of, damaged
 from ruda_ds.checkpoint.recipes import Recipe, Source
-from ruda_ds.checkpoint.writer import sync_file, sync_folder
+from ruda_ds.checkpoint.unfinished import RESULT, clear, held, publish
+from ruda_ds.checkpoint.writer import sync_file
 from ruda_ds.errors import CheckpointError
 
 DTYPES = {
@@ -108,6 +109,11 @@ class SafetensorsSource:
 
     def __init__(self, entries: Mapping[str, Entry]) -> None:
         self.entries = dict(entries)
+
+    @property
+    def paths(self) -> set[Path]:
+        """The files that they are in."""
+        return {entry.path for entry in self.entries.values()}
 
     def shapes(self) -> dict[str, tuple[int, ...]]:
         """See Source."""
@@ -262,22 +268,17 @@ def copy_side_files(source: Path, target: Path) -> list[str]:
 def finished_folder(target: Path) -> Iterator[Path]:
     """A folder to write into that takes its name ``target`` only when the block ends without an error.
 
+    What an earlier run left that was killed is deleted.
+
     Raises:
-        CheckpointError: ``target`` is there already and not empty.
+        CheckpointError: ``target`` is there already and not empty, or another process converts to it.
     """
-    if target.exists() and (not target.is_dir() or any(target.iterdir())):
-        raise damaged(target, "no such folder, or an empty one", "something there already")
-    target.parent.mkdir(parents=True, exist_ok=True)
-    partial = target.parent / f".{target.name}.partial"
-    shutil.rmtree(partial, ignore_errors=True)  # what an earlier run left that was killed
-    partial.mkdir()
-    try:
-        yield partial
-        sync_folder(partial)
-        if target.exists():
-            target.rmdir()
-        partial.rename(target)
-        sync_folder(target.parent)
-    except BaseException:
-        shutil.rmtree(partial, ignore_errors=True)
-        raise
+    with held(target) as partial:
+        clear(partial)
+        result = partial / RESULT
+        result.mkdir()
+        try:
+            yield result
+            publish(result, target)
+        finally:
+            clear(partial)

@@ -3,7 +3,7 @@
 ZeRO-3 (DeepSpeedZeroOptimizer_Stage3, `_get_trainable_parameter_groups` and `_create_fp16_sub_groups`): each optimizer
 group is split by the process group over which a parameter is partitioned, in order of first appearance; each part is
 cut into sub-groups of `sub_group_size` local elements; a sub-group's flat tensor holds a slot of ceil(N / W) elements
-for each parameter. ZeRO-1 and 2: each optimizer group is one flat tensor of all parameters, cut evenly over the ranks.
+for each parameter. For ZeRO-1 and 2 see layout_stage12.py.
 
 Letters: W ranks, P the expert-parallel size, D = W / P ranks of an expert-data-parallel group. The EP rank of global
 rank r is r % P, its place in its expert-data-parallel group r // P.
@@ -212,61 +212,6 @@ class Stage3Layout:
         """All that is held of a parameter, in order of its elements."""
         every = (self.segment(name, rank) for rank in range(self.topology.world_size))
         return sorted((s for s in every if s.count), key=lambda s: s.logical)
-
-
-class Stage12Layout:
-    """All ranks of a ZeRO-1 or 2 job.
-
-    Args:
-        groups: the parameters of each optimizer group, in the order of its flat tensor; experts have their own groups.
-        gaps: elements of padding after each of them.
-        partitions: by rank, then by group: elements of the rank's part, padding of the last included.
-        topology: ranks and ownership.
-    """
-
-    def __init__(
-        self,
-        groups: Sequence[Sequence[Logical]],
-        gaps: Sequence[Sequence[int]],
-        partitions: Sequence[Sequence[int]],
-        topology: Topology,
-    ) -> None:
-        self.parameters = {p.name: p for group in groups for p in group}
-        self.partitions, self.topology = partitions, topology
-        self._places: list[dict[str, tuple[int, int]]] = []
-        for ep_rank in range(topology.ep_size):
-            places = {}
-            for index, (group, after) in enumerate(zip(groups, gaps, strict=True)):
-                offset = 0
-                for parameter, gap in zip(group, after, strict=True):
-                    places[parameter.name] = index, offset
-                    offset += element_count(topology.local_shape(parameter, ep_rank)) + gap
-            self._places.append(places)
-
-    def segments(self, name: str) -> list[Segment]:
-        """All that is held of a parameter, in order of its elements."""
-        parameter = self.parameters[name]
-        split = self.topology.is_split(parameter)
-        found: list[Segment] = []
-        for ep_rank in range(self.topology.ep_size if split else 1):
-            base, numel = 0, parameter.numel
-            if split:
-                start, stop = self.topology.owned(parameter, ep_rank)
-                row = element_count(parameter.shape[1:])
-                base, numel = start * row, (stop - start) * row
-            group, offset = self._places[ep_rank][name]
-            found += self._cut(group, offset, numel, base, self.topology.partition_ranks(split, ep_rank))
-        return found
-
-    def _cut(self, group: int, offset: int, numel: int, base: int, ranks: Sequence[int]) -> Iterator[Segment]:
-        """The ranks' parts of ``numel`` elements from ``offset`` of a group's flat tensor."""
-        place = 0
-        for rank in ranks:
-            size = self.partitions[rank][group]
-            begin, end = max(offset, place), min(offset + numel, place + size)
-            if end > begin:
-                yield Segment(rank, group, begin - place, base + begin - offset, end - begin)
-            place += size
 
 
 def covers(segments: Sequence[Segment], numel: int) -> bool:

@@ -10,7 +10,7 @@ from __future__ import annotations
 import copyreg
 import io
 import pickle
-from collections import OrderedDict
+from collections import Counter, OrderedDict
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
@@ -34,6 +34,7 @@ _STORAGE_NAMES = {dtype: name for name, dtype in STORAGES.items()}
 # Values that cannot do anything; they are what they are.
 _PLAIN: dict[tuple[str, str], Any] = {
     ("collections", "OrderedDict"): OrderedDict,
+    ("collections", "Counter"): Counter,  # the milestones of torch's MultiStepLR
     ("torch", "Size"): torch.Size,
     ("builtins", "set"): set,
     ("builtins", "frozenset"): frozenset,

@@ -121,8 +121,7 @@ def _check_optimizer(first: RankFiles, rank: RankFiles, world_size: int) -> None
         if not same(found, wanted):
             raise damaged(rank.optim.path, f"{key} {wanted} as in {first.optim.path.name}", str(found))
     counts = rank.zero.get("partition_count")
-    most = max(counts) if isinstance(counts, list) else counts
-    if most != world_size:
+    if not isinstance(counts, list) and counts != world_size:  # a list, below ZeRO-3: see layout_checks.py
         raise damaged(rank.optim.path, f"a partition count of {world_size}", str(counts))
 
 

@@ -2,19 +2,32 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 
 from ruda_ds.checkpoint import hf, rank_files
 from ruda_ds.checkpoint.layout import Topology
+from ruda_ds.checkpoint.layout_stage12 import Stage12Layout
 from ruda_ds.checkpoint.manifest import FileEntry, sha256_of
 from ruda_ds.checkpoint.reader import damaged
 from ruda_ds.checkpoint.recipes import Part, Recipe, Slice
 from ruda_ds.checkpoint.source import TrainingSource
 from ruda_ds.checkpoint.writer import sync_file
+
+
+class Holding(Protocol):
+    """Which elements each rank of the target holds."""
+
+    topology: Topology
+
+    def held(self, name: str, rank: int) -> tuple[int, int]:
+        """Half-open range of a flattened whole parameter that is in a rank's partition; (n, n) if nothing is."""
+
+    def fragments(self, rank: int) -> Mapping[str, tuple[int, int]] | None:
+        """Below ZeRO-3 what a rank's file says of it, see rank_files.py; else None."""
 
 
 class PendingSource:
@@ -24,7 +37,8 @@ class PendingSource:
         source: the checkpoint; with a manifest.
 
     Raises:
-        CheckpointError: a file that is missing or of another rank or window, or a shard that only some owners have.
+        CheckpointError: a file that is missing or of another rank or window, a shard that only some owners have, or
+            fragments other than those of the flat partitions.
     """
 
     def __init__(self, source: TrainingSource) -> None:
@@ -38,11 +52,12 @@ class PendingSource:
             entries, metadata = hf.read_header(path)
             rank_files.check_pending(path, metadata, rank, source.world_size, source.manifest.window)
             self.metadata = metadata
+            _check_fragments(source, rank)
             for name in entries:
                 if name not in source.known:
                     raise damaged(path, "shards of the model's parameters", name)
             for name, known in source.known.items():
-                begin, end = source.topology.held(known.logical, rank)
+                begin, end = source.held(name, rank)
                 if end == begin or not known.trained:
                     continue
                 if name not in entries:
@@ -74,44 +89,58 @@ class PendingSource:
         return found[0] if len(found) == 1 else torch.cat(found)
 
 
-def shard(source: TrainingSource, pending: PendingSource, topology: Topology, rank: int) -> hf.Shard:
-    """A target rank's file of pending shards."""
+def _check_fragments(source: TrainingSource, rank: int) -> None:
+    """Compare what a rank's own file says that it holds with what follows from the flat partitions."""
+    if not isinstance(source.layout, Stage12Layout):
+        return
+    path = source.folder / rank_files.rank_name(rank, source.world_size)
+    found = rank_files.read_rank(path, rank, source.world_size)["fragments"] or {}
+    for name in source.known:
+        wanted = source.layout.fragment(name, rank)
+        if tuple(found.get(name, ())) != wanted:
+            raise damaged(path, f"the fragment {wanted} of {name}", str(found.get(name)))
+
+
+def shard(pending: PendingSource, target: Holding, rank: int) -> hf.Shard:
+    """A target rank's file of pending shards; shards of nothing are in it under ZeRO-3 alone, as when it is saved."""
     tensors = []
     for name in pending.parts:
-        begin, end = topology.held(source.known[name].logical, rank)
+        begin, end = target.held(name, rank)
+        if end == begin and pending.source.stage < 3:
+            continue
         parts = (Part((Slice(name, begin, end - begin),)),) if end > begin else ()
         tensors.append((Recipe(name, (end - begin,), parts), pending.dtype(name)))
-    return hf.Shard(rank_files.pending_name(rank, topology.world_size), tuple(tensors))
+    return hf.Shard(rank_files.pending_name(rank, target.topology.world_size), tuple(tensors))
 
 
-def files(source: TrainingSource, topology: Topology) -> list[tuple[str, int, int]]:
+def files(source: TrainingSource, target: Holding) -> list[tuple[str, int, int]]:
     """(name, bytes of tensors, tensors) of the files of pending shards; none without a manifest."""
     if source.manifest is None:
         return []
     pending = PendingSource(source)
-    shards = [shard(source, pending, topology, rank) for rank in range(topology.world_size)]
+    shards = [shard(pending, target, rank) for rank in range(target.topology.world_size)]
     return [(made.name, made.nbytes, len(made.tensors)) for made in shards]
 
 
 def write(
-    folder: Path, source: TrainingSource, topology: Topology, advance: Callable[[int], None]
+    folder: Path, source: TrainingSource, target: Holding, advance: Callable[[int], None]
 ) -> dict[str, FileEntry]:
     """Write the rank files of ours for the target; their sizes and checksums."""
     pending = PendingSource(source)
     tallies = {kind: _sums(source, kind) for kind in rank_files.TALLIES}
     shares = _shares(source)
-    paths = []
-    for rank in range(topology.world_size):
-        made = shard(source, pending, topology, rank)
-        metadata = {**pending.metadata, "rank": str(rank), "world_size": str(topology.world_size)}
+    paths, world_size = [], target.topology.world_size
+    for rank in range(world_size):
+        made = shard(pending, target, rank)
+        metadata = {**pending.metadata, "rank": str(rank), "world_size": str(world_size)}
         hf.write_shard(folder, made, pending, metadata, advance, allow_empty=True)
-        other = folder / rank_files.rank_name(rank, topology.world_size)
+        other = folder / rank_files.rank_name(rank, world_size)
         own = {
             kind: sums if rank == 0 else {name: [0] * len(row) for name, row in sums.items()}
             for kind, sums in tallies.items()
         }
-        content = {"rng": None, "fragments": None, "expert_shares": shares, **own}
-        rank_files.write_rank(other, rank, topology.world_size, content)
+        content = {"rng": None, "fragments": target.fragments(rank), "expert_shares": shares, **own}
+        rank_files.write_rank(other, rank, world_size, content)
         sync_file(other)
         paths += [folder / made.name, other]
     return {path.name: FileEntry(path.stat().st_size, sha256_of(path)) for path in paths}

@@ -5,13 +5,13 @@ All ranks must hold it alike; it is then copied.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 
-from ruda_ds.checkpoint.layout import Topology
+from ruda_ds.checkpoint.layout import Stage3Layout, Topology
 from ruda_ds.checkpoint.pickles import StoredTensor
 from ruda_ds.checkpoint.rank_states import same
 from ruda_ds.checkpoint.reader import damaged
@@ -58,21 +58,20 @@ def original_groups(source: TrainingSource, target: Topology) -> list[list[str]]
     return made
 
 
-def state_of(source: TrainingSource, optimizer_group: int) -> State:
-    """What all flat tensors of an optimizer group have in common in the optimizer's state.
+def state_of(source: TrainingSource, optimizer_groups: Sequence[int]) -> State:
+    """What all flat tensors of some optimizer groups have in common in the optimizer's state.
 
     Raises:
         CheckpointError: flat tensors, or ranks, that differ.
     """
     found: State | None = None
     for rank in range(source.world_size):
-        base, flats = source.base_state(rank), source.flat(rank)
-        groups = source.layout.groups(rank)  # type: ignore[union-attr]
-        for index, group in enumerate(groups):
-            if group.optimizer_group != optimizer_group:
+        base = source.base_state(rank)
+        for index, group in enumerate(_groups_of_flats(source, rank)):
+            if group not in optimizer_groups:
                 continue
             entries = base["state"].get(index, {})
-            state = _sort_out(entries, flats[index].numel)
+            state = _sort_out(entries, source.padded(rank, index))
             if found is None:
                 found = state
             elif found.moments != state.moments or not _equal(found.common, state.common):
@@ -82,6 +81,13 @@ def state_of(source: TrainingSource, optimizer_group: int) -> State:
                     _show(state),
                 )
     return found or State({}, {})
+
+
+def _groups_of_flats(source: TrainingSource, rank: int) -> Sequence[int]:
+    """The optimizer group of each flat tensor of a rank; below ZeRO-3 they are the same."""
+    if isinstance(source.layout, Stage3Layout):
+        return [group.optimizer_group for group in source.layout.groups(rank)]
+    return range(len(source.flat(rank)))
 
 
 def _sort_out(entries: Mapping[str, Any], numel: int) -> State:
@@ -111,8 +117,9 @@ def _show(state: State) -> str:
 
 
 def client_state(source: TrainingSource) -> tuple[dict[str, Any], list[str]]:
-    """(rank 0's client state, keys in which other ranks differ)."""
-    states = [{k: v for k, v in files.state.items() if k not in RESERVED} for files in source.ranks]
+    """(rank 0's client state, keys in which other ranks differ: none below ZeRO-3, where it is rank 0's alone)."""
+    files = source.ranks if source.stage == 3 else source.ranks[:1]
+    states = [{k: v for k, v in rank.state.items() if k not in RESERVED} for rank in files]
     differing = sorted(
         {
             key

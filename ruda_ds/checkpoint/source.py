@@ -20,14 +20,16 @@ from ruda_ds.checkpoint.layout import (
     Logical,
     Segment,
     Stage3Layout,
-    Stage12Layout,
     Topology,
     covers,
 )
+from ruda_ds.checkpoint.layout_checks import check_stage3, lay_out_stage12
+from ruda_ds.checkpoint.layout_stage12 import Stage12Layout
 from ruda_ds.checkpoint.manifest import MANIFEST, Manifest
 from ruda_ds.checkpoint.pickles import StoredTensor
 from ruda_ds.checkpoint.rank_states import RankFiles, field_of, open_ranks, stage_of
 from ruda_ds.checkpoint.reader import damaged
+from ruda_ds.checkpoint.stored_weights import StoredWeights
 from ruda_ds.errors import OwnershipError
 
 WEIGHT = "weight"
@@ -59,6 +61,7 @@ class TrainingSource:
             self.manifest.check_sizes(folder)
         self.ranks = open_ranks(folder, self.manifest.world_size if self.manifest else None)
         first = self.ranks[0]
+        field_of(first.optim, first.zero, "zero_stage")
         self.stage = stage_of(first.zero)
         if self.manifest is not None and self.manifest.zero_stage != self.stage:
             raise damaged(first.optim.path, f"ZeRO stage {self.manifest.zero_stage}", str(self.stage))
@@ -70,6 +73,9 @@ class TrainingSource:
         self.known = self._find_parameters()
         self.groups = self._find_groups()
         self.layout = self._lay_out()
+        logical = {name: known.logical for name, known in self.known.items()}
+        module = first.state.get("module") or {}
+        self.stored = StoredWeights(folder, first.model.path, module, self.topology, logical)
         self._cached = lru_cache(maxsize=16)(self._find_segments)
 
     @property
@@ -79,9 +85,14 @@ class TrainingSource:
 
     # --- what is in it ------------------------------------------------------------------------------------------
 
-    def _find_topology(self) -> Topology:
+    @property
+    def zero_config(self) -> Mapping[str, Any]:
+        """The "zero_optimization" of the DeepSpeed config that the files hold."""
         config = self.ranks[0].state.get("ds_config") or self.ranks[0].optim.root.get("ds_config") or {}
-        limit = int((config.get("zero_optimization") or {}).get("sub_group_size", SUB_GROUP_SIZE))
+        return config.get("zero_optimization") or {}
+
+    def _find_topology(self) -> Topology:
+        limit = int(self.zero_config.get("sub_group_size", SUB_GROUP_SIZE))
         experts = self.manifest.experts if self.manifest else None
         if experts is not None:
             return Topology(self.world_size, experts.ep_size, dict(experts.ownership), limit)
@@ -122,43 +133,16 @@ class TrainingSource:
         return [[self.known[name].logical for name in group] for group in groups]
 
     def _lay_out(self) -> Stage3Layout | Stage12Layout:
+        groups, flats = self._logical(self.groups), [self.flat(rank) for rank in range(self.world_size)]
         try:
-            if self.stage == 3:
-                layout = Stage3Layout(self._logical(self.groups), self.topology)
-                for rank in range(self.world_size):
-                    self._check_stage3(layout, rank)
-                return layout
-            return self._lay_out_below_stage3()
+            if self.stage < 3:
+                return lay_out_stage12(groups, self.topology, self.ranks, flats)
+            layout = Stage3Layout(groups, self.topology)
+            for rank, files in enumerate(self.ranks):
+                check_stage3(layout, files, flats[rank], rank)
+            return layout
         except OwnershipError as error:
             raise damaged(self.folder, "parameters that fit their ownership", str(error)) from error
-
-    def _check_stage3(self, layout: Stage3Layout, rank: int) -> None:
-        """Compare the layout with a rank's own shapes and lengths."""
-        files, flats = self.ranks[rank], self.flat(rank)
-        shapes = files.state["param_shapes"]
-        found = [[(name, tuple(shape)) for name, shape in group.items()] for group in shapes]
-        groups = layout.groups(rank)
-        wanted = [
-            [(name, self.topology.local_shape(self.known[name].logical, rank)) for name in group.names]
-            for group in groups
-        ]
-        if found != wanted:
-            wrong = _first_difference(found, wanted)
-            raise damaged(files.model.path, f"{wrong[1]} in the flat partitions", str(wrong[0]))
-        if [flat.numel for flat in flats] != [group.numel for group in groups]:
-            raise damaged(
-                files.optim.path,
-                f"flat partitions of {[group.numel for group in groups]} elements",
-                f"{[flat.numel for flat in flats]}",
-            )
-
-    def _lay_out_below_stage3(self) -> Stage12Layout:
-        partitions = []
-        for rank, files in enumerate(self.ranks):
-            paddings = files.zero["group_paddings"]
-            partitions.append([flat.numel + pad for flat, pad in zip(self.flat(rank), paddings, strict=True)])
-        gaps = self.ranks[0].zero.get("param_alignment_paddings") or [[0] * len(group) for group in self.groups]
-        return Stage12Layout(self._logical(self.groups), gaps, partitions, self.topology)
 
     def flat(self, rank: int) -> list[StoredTensor]:
         """The flat float32 tensors of a rank."""
@@ -174,6 +158,12 @@ class TrainingSource:
         """The torch optimizer's state of a rank, by flat tensor, and its param_groups."""
         key = "optimizer_state_dict" if self.stage == 3 else "base_optimizer_state"
         return field_of(self.ranks[rank].optim, self.ranks[rank].zero, key)
+
+    def held(self, name: str, rank: int) -> tuple[int, int]:
+        """Half-open range of a flattened whole parameter that is in a rank's partition; (n, n) if nothing is."""
+        if isinstance(self.layout, Stage12Layout):
+            return self.layout.held(name, rank)
+        return self.topology.held(self.known[name].logical, rank)
 
     def segments_of(self, name: str) -> list[Segment]:
         """Where a parameter's elements lie, in order; group -1 for what is not in flat tensors.
@@ -240,6 +230,8 @@ class TrainingSource:
         """See Source; ``kind`` is WEIGHT or the name of a moment."""
         if name in self.buffers:
             return self.buffers[name].read(start, count)
+        if self.stage < 3 and not self.known[name].trained:
+            return self.stored.read(name, start, count)
         flat, place = None, 0
         for segment, skip, taken in self.pieces(name, start, count):
             stored = self._tensor(name, kind, segment)
@@ -248,14 +240,6 @@ class TrainingSource:
             stored.read_into(flat[place : place + taken], segment.start + skip)
             place += taken
         return torch.empty(0) if flat is None else flat
-
-
-def _first_difference(found: list, wanted: list) -> tuple[Any, Any]:
-    flat_found, flat_wanted = ([item for group in groups for item in group] for groups in (found, wanted))
-    for left, right in zip(flat_found, flat_wanted, strict=False):
-        if left != right:
-            return left, right
-    return f"{[len(group) for group in found]} parameters", f"{[len(group) for group in wanted]}"
 
 
 def _local_shapes(state: Mapping[str, Any]) -> dict[str, tuple[int, ...]]:

@@ -12,8 +12,11 @@ from typing import Any
 import torch
 
 from ruda_ds.checkpoint import families_disk, hf
+from ruda_ds.checkpoint.journal import identity_of
+from ruda_ds.checkpoint.manifest import MANIFEST
 from ruda_ds.checkpoint.reader import damaged
 from ruda_ds.checkpoint.recipes import Recipe, Source, unaccounted
+from ruda_ds.checkpoint.resume import Note, growing, silent, write_shards
 from ruda_ds.checkpoint.source import TrainingSource
 from ruda_ds.checkpoint.weights import DESCRIPTION, WeightsSource
 from ruda_ds.checkpoint.writer import locate
@@ -57,6 +60,13 @@ class Origin:
     def kind(self) -> str | None:
         """Model type of the configuration."""
         return None if self.config is None else self.config.get("model_type")
+
+    @property
+    def paths(self) -> set[Path]:
+        """The files that its tensors are in, and what a training checkpoint says of them."""
+        if isinstance(self.source, WeightsSource):
+            return self.source.paths
+        return {path for path in self.path.iterdir() if path.suffix in (".pt", ".safetensors") or path.name == MANIFEST}
 
 
 def read_config(folder: Path) -> dict[str, Any] | None:
@@ -145,22 +155,27 @@ class ToHf(hf.Planned):
     shards: list[hf.Shard]
     dtype: torch.dtype | None
 
-    def run(self, target: Path, advance: Advance) -> None:
-        """Write the folder; ``advance`` is told bytes as they are written.
+    def run(self, target: Path, advance: Advance, note: Note = silent) -> None:
+        """Write the folder, or what an interrupted run has left to be written.
+
+        Args:
+            advance: told bytes as they are written, or taken over.
+            note: told what is taken over, or why it is not.
 
         Raises:
             CheckpointError: the target is there already, or a source file is damaged; nothing is left then.
+            UnfinishedError: see `resume.growing`.
         """
         metadata = {"format": "pt"}
         if self.origin.config is None:  # no configuration says which weights are one
             metadata |= dict(self.origin.tied or {})
-        with hf.finished_folder(target) as folder:
-            for shard in self.shards:
-                hf.write_shard(folder, shard, self.origin.source, metadata, advance)
-            hf.write_index(folder, self.shards)
+        identity = identity_of("to-hf", self.shards, metadata, self.origin.paths)
+        with growing(target, identity, len(self.shards), note) as result:
+            write_shards(result, self.shards, self.origin.source, metadata, advance)
+            hf.write_index(result.folder, self.shards)
             if self.origin.side_files is not None:
-                hf.copy_side_files(self.origin.side_files, folder)
-            self._write_config(folder)
+                hf.copy_side_files(self.origin.side_files, result.folder)
+            self._write_config(result.folder)
 
     def _write_config(self, folder: Path) -> None:
         copied = (folder / "config.json").exists()

@@ -99,7 +99,7 @@ class Verification:
             return
         for name in source.known:
             self._try(f"coverage of {name}", partial(source.segments_of, name))
-        if source.manifest is not None and source.stage == 3:
+        if source.manifest is not None:
             pending = self._try("pending shards", lambda: PendingSource(source))
             if pending is not None:
                 self._finite(pending, [(name, WEIGHT) for name in pending.shapes()], advance, "pending shard of ")

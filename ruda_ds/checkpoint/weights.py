@@ -110,6 +110,11 @@ class WeightsSource:
                 raise damaged(path, f"{name} of shape {(stop - start, *known)}", str(entry.shape))
             self.parts[name].append((start, stop, entry))
 
+    @property
+    def paths(self) -> set[Path]:
+        """The files that they are in."""
+        return self.dense.paths | {entry.path for parts in self.parts.values() for _, _, entry in parts}
+
     def shapes(self) -> dict[str, tuple[int, ...]]:
         """See Source."""
         cubes = {name: (parts[-1][1], *parts[0][2].shape[1:]) for name, parts in self.parts.items()}

@@ -1,7 +1,8 @@
 """``ruda-convert``: checkpoints to and from Hugging Face folders and to other topologies; look into them, check them.
 
 Everything streams: memory stays at one tensor and a constant, whatever the size. A result takes its name only when it
-is complete. Exit code 0: done; 1: refused, with what was found and what was expected; 2: wrong arguments.
+is complete; to-hf and from-hf go on where an interrupted run of the same command stopped. Exit code 0: done; 1:
+refused, with what was found and what was expected; 2: wrong arguments; 130: Ctrl-C.
 """
 
 from __future__ import annotations
@@ -73,7 +74,7 @@ def parser() -> argparse.ArgumentParser:
     from_hf.add_argument("--ep-size", type=int, help="ranks, with --ownership even")
     from_hf.add_argument("--max-shard-size", type=size_of, default="5GB", help="bytes of a file of dense tensors")
 
-    reshard = command("reshard", "a ZeRO-3 checkpoint for another topology", "CKPT", "OUT")
+    reshard = command("reshard", "a checkpoint for another topology", "CKPT", "OUT")
     reshard.add_argument("--world", type=int, required=True, help="ranks of the target")
     reshard.add_argument("--ep-size", type=int, default=1, help="ranks of an expert-parallel group; default: 1")
     reshard.add_argument("--ownership", type=ownership, help="prefix such as 0,2,2,8, or 'even', the default")
@@ -96,8 +97,15 @@ def _bar(total: int, name: str, quiet: bool) -> Any:
     return tqdm(total=total, desc=name, unit="B", unit_scale=True, disable=quiet, miniters=1)
 
 
-def _run(plan: Any, arguments: argparse.Namespace) -> None:
-    """Show a plan, and run it unless it is a dry run."""
+def _say(text: str) -> None:
+    """A line that does not tear the progress bar."""
+    from tqdm import tqdm
+
+    tqdm.write(text)
+
+
+def _run(plan: Any, arguments: argparse.Namespace, **more: Any) -> None:
+    """Show a plan, and run it, with ``more``, unless it is a dry run."""
     files = plan.files()
     print(f"{arguments.OUT}: {len(files)} files, {plan.nbytes:,} bytes of tensors")
     if arguments.dry_run:
@@ -105,7 +113,7 @@ def _run(plan: Any, arguments: argparse.Namespace) -> None:
             print(f"  {name}  {nbytes:,} bytes, {count} tensors")
         return
     with _bar(plan.nbytes, arguments.command, arguments.quiet) as bar:
-        plan.run(arguments.OUT, bar.update)
+        plan.run(arguments.OUT, bar.update, **more)
 
 
 def _print_notes(notes: Sequence[str]) -> None:
@@ -130,7 +138,7 @@ def to_hf(arguments: argparse.Namespace) -> None:
         _run(adapters, arguments)
         _print_notes(adapters.notes)
         return
-    _run(plan_to_hf(origin, dtype, arguments.max_shard_size, arguments.layout), arguments)
+    _run(plan_to_hf(origin, dtype, arguments.max_shard_size, arguments.layout), arguments, note=_say)
     if origin.config is None:
         print("no config.json: the checkpoint does not hold the model's configuration (see --hf-files)")
 
@@ -139,7 +147,8 @@ def from_hf(arguments: argparse.Namespace) -> None:
     """The subcommand."""
     from ruda_ds.checkpoint.from_hf import plan_from_hf
 
-    _run(plan_from_hf(arguments.DIR, arguments.ownership, arguments.ep_size, arguments.max_shard_size), arguments)
+    plan = plan_from_hf(arguments.DIR, arguments.ownership, arguments.ep_size, arguments.max_shard_size)
+    _run(plan, arguments, note=_say)
 
 
 def reshard(arguments: argparse.Namespace) -> None:
@@ -193,6 +202,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     except (RudaError, OSError) as error:
         print(f"ruda-convert: {error}", file=sys.stderr)
         return 1
+    except KeyboardInterrupt as error:
+        print(f"ruda-convert: {error}" if str(error) else "ruda-convert: interrupted", file=sys.stderr)
+        return 130  # as a shell has it for one that SIGINT ended
     finally:
         _close()
 

@@ -49,9 +49,9 @@ def make(root: Path, shapes: dict[str, tuple[int, ...]], world: int, prefix: lis
     """Write a checkpoint of random values with a manifest; its bytes."""
     import torch
 
-    from ruda_ds.checkpoint import reshard_disk
     from ruda_ds.checkpoint.layout import Logical, Stage3Layout, Topology
     from ruda_ds.checkpoint.pt_writer import write_pt
+    from ruda_ds.checkpoint.reshard_stage3 import partition_metadata
 
     layers = {name: name.partition(".experts.")[0] for name in shapes if ".experts." in name}
     ownership = dict.fromkeys(layers.values(), tuple(prefix))
@@ -65,7 +65,7 @@ def make(root: Path, shapes: dict[str, tuple[int, ...]], world: int, prefix: lis
     for rank in range(world):
         groups = layout.groups(rank)
         local = {p.name: torch.Size(topology.local_shape(p, rank)) for p in logical}
-        metadata = reshard_disk.partition_metadata(groups, topology, rank)
+        metadata = partition_metadata(groups, topology, rank)
         stem = f"zero_pp_rank_{rank}_mp_rank_00"
         for name, content in (
             ("optim", _optim(groups, metadata, world, values)),
