@@ -1,5 +1,6 @@
 """A checkpoint on other ranks: bitwise the same after any chain of topologies, and the same next step."""
 
+import errno
 import pickle
 
 import pytest
@@ -11,8 +12,12 @@ from safetensors.torch import load_file
 
 import ruda_ds
 from ruda_ds.checkpoint import hf
+from ruda_ds.checkpoint.journal import Journal
 from ruda_ds.checkpoint.manifest import Manifest
+from ruda_ds.checkpoint.reshard_disk import plan_reshard
+from ruda_ds.checkpoint.unfinished import RESULT
 from ruda_ds.cli.ranks import run_ranks
+from ruda_ds.errors import UnfinishedError
 
 KIND = "qwen2_moe"
 
@@ -191,6 +196,34 @@ def test_a_dense_checkpoint_of_deepspeed_alone(momentum, tmp_path, capsys):
         left, right = first["optimizer_state_dict"], last["optimizer_state_dict"]
         assert left["optimizer_state_dict"]["param_groups"] == right["optimizer_state_dict"]["param_groups"]
         assert pickle.dumps(left["loss_scaler"]) == pickle.dumps(right["loss_scaler"])
+
+
+def files_of(folder):
+    """Name -> bytes of all files below a folder."""
+    return {str(path.relative_to(folder)): path.read_bytes() for path in folder.rglob("*") if path.is_file()}
+
+
+def test_an_interrupted_one_goes_on_and_makes_the_same_files(saved, tmp_path, capsys):
+    reshard(saved[0], tmp_path / "whole", 3, [0, 1, 1, 6])
+    plan = plan_reshard(saved[0], 3, 3, [0, 1, 1, 6])
+    partial = tmp_path / ".out.partial"
+
+    def advance(nbytes):
+        if len(Journal.read(partial).complete) >= 2:
+            raise OSError(errno.ENOSPC, "No space left on device")
+
+    with pytest.raises(UnfinishedError, match=r"No space left on device; \d of 6 files are complete in .*out.partial"):
+        plan.run(tmp_path / "out", advance)
+    assert not (tmp_path / "out").exists()
+    found = Journal.read(partial).complete
+    stamps = {name: (partial / RESULT / name).stat().st_ino for name in found}
+    assert 2 <= len(found) < 6
+    capsys.readouterr()
+    reshard(saved[0], tmp_path / "out", 3, [0, 1, 1, 6])
+    assert f"going on: {len(found)} of 6 files are complete\n" in capsys.readouterr().out
+    assert {name: (tmp_path / "out" / name).stat().st_ino for name in found} == stamps
+    assert files_of(tmp_path / "out") == files_of(tmp_path / "whole")
+    assert not partial.exists()
 
 
 def test_topologies_that_do_not_fit_are_refused(saved, tmp_path, capsys):

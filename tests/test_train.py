@@ -6,6 +6,7 @@ import os
 import shutil
 import subprocess
 import sys
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -64,6 +65,12 @@ def run(command: list[str], *, fails: bool = False, timeout: int = 170, **change
     said = done.stdout + done.stderr
     assert (done.returncode != 0) == fails, said[-4000:]
     return said
+
+
+def together(*commands: list[str]) -> list[str]:
+    """What runs say that are made two at a time: each loads torch and DeepSpeed for seconds."""
+    with ThreadPoolExecutor(2) as pool:
+        return list(pool.map(run, commands))
 
 
 def table(output: Path) -> list[dict[str, float]]:
@@ -126,12 +133,12 @@ def test_the_deepspeed_launcher_with_two_ranks_equals_one_process(tmp_path, corp
     same_run(table(tmp_path), one_process)
 
 
-@pytest.mark.skipif(shutil.which("mpirun") is None, reason="no mpirun on this machine")
 def shared_memory() -> set[str]:
     """DeepSpeed's buffers in shared memory."""
     return {path.name for path in Path("/dev/shm").glob("deepspeed_allreduce_buffer_*")}
 
 
+@pytest.mark.skipif(shutil.which("mpirun") is None, reason="no mpirun on this machine")
 def test_mpirun_with_three_ranks_equals_one_process(tmp_path, corpus, one_process):
     before = shared_memory()
     said = run(
@@ -145,28 +152,36 @@ def test_mpirun_with_three_ranks_equals_one_process(tmp_path, corpus, one_proces
     same_run(table(tmp_path), one_process)
 
 
-@pytest.mark.parametrize(
-    "config", sorted(path.name for path in (ROOT / "ds_configs").glob("*.json") if "moe" not in path.name)
-)
-def test_each_config_starts_as_it_stands(tmp_path, corpus, config):
-    command = [
-        sys.executable,
-        TRAIN,
-        "--deepspeed_config",
-        f"ds_configs/{config}",
-        "--data",
-        corpus,
-        "--output",
-        str(tmp_path),
-        *SMALL,
-    ]
+CONFIGS = sorted(path.name for path in (ROOT / "ds_configs").glob("*.json") if "moe" not in path.name)
+
+
+@pytest.fixture(scope="module")
+def started(tmp_path_factory, corpus) -> dict[str, tuple[Path, str | None]]:
+    """Config -> (output of a run with it as it stands, None; or why it could not run)."""
+    folder = tmp_path_factory.mktemp("configs")
+
+    def start(config: str) -> str | None:
+        options = ["--deepspeed_config", f"ds_configs/{config}", "--data", corpus, "--output", str(folder / config)]
+        try:
+            run([sys.executable, TRAIN, *options, *SMALL])
+        except AssertionError as error:
+            return str(error)
+        return None
+
+    with ThreadPoolExecutor(2) as pool:
+        return {c: (folder / c, wrong) for c, wrong in zip(CONFIGS, pool.map(start, CONFIGS), strict=True)}
+
+
+@pytest.mark.parametrize("config", CONFIGS)
+def test_each_config_starts_as_it_stands(started, config):
+    output, wrong = started[config]
     if "fp16" in config:
         probe = "from deepspeed.accelerator import get_accelerator as a; print(bool(a().is_fp16_supported()))"
         if "\nFalse" in "\n" + run([sys.executable, "-c", probe]):
-            assert "fp16 is not supported on your device" in run(command, fails=True)
+            assert "fp16 is not supported on your device" in str(wrong)
             return
-    run(command)
-    losses = [row["loss"] for row in table(tmp_path)]
+    assert wrong is None, wrong
+    losses = [row["loss"] for row in table(output)]
     assert losses[-1] < losses[0]
 
 
@@ -177,23 +192,10 @@ def test_a_folder_of_transformers_trains(tmp_path, corpus):
     config.save_pretrained(fresh)
     torch.manual_seed(0)
     transformers.LlamaForCausalLM(config).save_pretrained(tuned)
-    first = []
-    for folder in (fresh, tuned):
-        run(
-            [
-                sys.executable,
-                TRAIN,
-                "--model",
-                str(folder),
-                "--data",
-                corpus,
-                "--output",
-                str(tmp_path / "run"),
-                "--gradient-checkpointing",
-                *SMALL,
-            ]
-        )
-        first.append(table(tmp_path / "run")[0]["loss"])
+    common = [sys.executable, TRAIN, "--data", corpus, "--gradient-checkpointing", *SMALL]
+    outputs = {folder: tmp_path / f"{folder.name} run" for folder in (fresh, tuned)}
+    together(*([*common, "--model", str(folder), "--output", str(output)] for folder, output in outputs.items()))
+    first = [table(output)[0]["loss"] for output in outputs.values()]
     # Fresh weights of seed 0 and the saved ones of seed 0 are the same model.
     assert first[0] == pytest.approx(first[1], rel=1e-5)
 
@@ -208,9 +210,9 @@ def test_a_mixtral_folder_is_split_over_two_ranks(tmp_path, corpus):
     settings["ruda"]["experts"] = {"ep_size": 2, "ownership": [0, 1, 4]}
     (tmp_path / "split.json").write_text(json.dumps(settings))
     common = [sys.executable, TRAIN, "--model", str(tmp_path / "model"), "--data", corpus, *SMALL]
-    run([*common, "--output", str(tmp_path / "one")])
     split = ["--output", str(tmp_path / "two"), "--deepspeed_config", str(tmp_path / "split.json")]
-    run([shutil.which("mpirun") or "mpirun", "-n", "2", *common, *split])
+    mpirun = [shutil.which("mpirun") or "mpirun", "-n", "2"]
+    together([*common, "--output", str(tmp_path / "one")], [*mpirun, *common, *split])
     losses = [[row["loss"] for row in table(tmp_path / name)] for name in ("one", "two")]
     assert losses[1] == pytest.approx(losses[0], rel=1e-4)
 

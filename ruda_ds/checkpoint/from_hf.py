@@ -8,7 +8,7 @@ from pathlib import Path
 
 from ruda_ds.checkpoint import families_disk, hf
 from ruda_ds.checkpoint.families_read import from_disk
-from ruda_ds.checkpoint.journal import identity_of
+from ruda_ds.checkpoint.journal import identity_of, plan_of_shards
 from ruda_ds.checkpoint.manifest import sha256_of
 from ruda_ds.checkpoint.reader import damaged
 from ruda_ds.checkpoint.recipes import Recipe, unaccounted
@@ -95,7 +95,7 @@ class FromHf(hf.Planned):
         """
         cubes = tuple(recipe.name for recipe in self.opened.recipes if recipe.rows)
         source, metadata = self.opened.source, {"format": "pt"}
-        identity = identity_of("from-hf", self.shards, metadata, source.paths)
+        identity = identity_of("from-hf", plan_of_shards(self.shards, metadata), source.paths)
         with growing(target, identity, len(self.shards), note) as result:
             write_shards(result, self.shards, source, metadata, advance, hashed=True)
             files = dict(result.complete)

@@ -27,7 +27,8 @@ class Identity:
     """What decides the bytes of a conversion's files: two that are equal write the same.
 
     Attributes:
-        plan: what is written; the last entry is a checksum of all recipes, those before it are for people.
+        plan: what is written; of safetensors files the last entry is a checksum of all recipes, and those before it
+            are for people.
         source: name of each file of tensors -> size, mtime in ns, inode. The inode tells a file that another took the
             place of with its time stamp, as ``cp -p`` does; a file system that deals new inodes at each mount costs a
             fresh start, never a wrong file.
@@ -45,31 +46,33 @@ class Identity:
         return None
 
 
-def identity_of(command: str, shards: Sequence[Shard], metadata: Mapping[str, str], paths: Iterable[Path]) -> Identity:
+def identity_of(command: str, plan: Mapping[str, Any], paths: Iterable[Path]) -> Identity:
     """That of a conversion.
 
     Args:
         command: of ``ruda-convert``.
-        shards: what it writes.
-        metadata: of each file.
+        plan: what else decides what is written; JSON values.
         paths: the files that tensors are read from; in one folder.
     """
+    # Another version may lay out files, or round a merge of adapters, in another way.
+    made = {"command": command, "versions": f"ruda_ds {ruda_ds.__version__}, torch {torch.__version__}", **plan}
+    return Identity(made, {path.name: _stamp(path) for path in sorted(paths)})
+
+
+def plan_of_shards(shards: Sequence[Shard], metadata: Mapping[str, str]) -> dict[str, Any]:
+    """What `identity_of` is told of a conversion to safetensors files with this metadata in each."""
     digest = hashlib.sha256(repr(sorted(metadata.items())).encode())
     for shard in shards:
         digest.update(shard.name.encode())
         for recipe, dtype in shard.tensors:  # one after another: all at once would take memory
             digest.update(repr((recipe, dtype)).encode())
-    plan = {
-        "command": command,
-        # Another version may lay out files, or round a merge of adapters, in another way.
-        "versions": f"ruda_ds {ruda_ds.__version__}, torch {torch.__version__}",
+    return {
         "dtypes": sorted({str(dtype).removeprefix("torch.") for shard in shards for _, dtype in shard.tensors}),
         "tensors": sum(len(shard.tensors) for shard in shards),
         "bytes": sum(shard.nbytes for shard in shards),
         "files": len(shards),
         "sha256 of all recipes": digest.hexdigest(),
     }
-    return Identity(plan, {path.name: _stamp(path) for path in sorted(paths)})
 
 
 def _stamp(path: Path) -> list[int]:

@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from ruda_ds.checkpoint import hf, reshard_pending
+from ruda_ds.checkpoint.journal import Identity, identity_of
 from ruda_ds.checkpoint.layout import Topology
 from ruda_ds.checkpoint.manifest import FileEntry
 from ruda_ds.checkpoint.parallel import in_parallel, one_at_a_time
@@ -23,6 +24,7 @@ from ruda_ds.checkpoint.reader import damaged
 from ruda_ds.checkpoint.reshard_stage3 import Stage3Target
 from ruda_ds.checkpoint.reshard_stage12 import Stage12Target
 from ruda_ds.checkpoint.reshard_values import Advance, TargetFile
+from ruda_ds.checkpoint.resume import Growing, Note, growing, silent
 from ruda_ds.checkpoint.source import TrainingSource
 from ruda_ds.checkpoint.writer import LATEST, locate
 from ruda_ds.errors import OwnershipError
@@ -76,16 +78,22 @@ class Reshard:
         """Bytes of tensors that will be written."""
         return sum(nbytes for _, nbytes, _ in self.files())
 
-    def run(self, target: Path, advance: Advance) -> None:
-        """Write the folder; ``advance`` is told bytes as they are written.
+    def run(self, target: Path, advance: Advance, note: Note = silent) -> None:
+        """Write the folder, or what an interrupted run has left to be written.
+
+        Args:
+            advance: told bytes as they are written, or taken over.
+            note: told what is taken over, or why it is not.
 
         Raises:
             CheckpointError: the target is there already, or a source file is damaged; nothing is left then.
+            UnfinishedError: see `resume.growing`.
         """
         tag, root = self.source.folder.name, self.source.folder.parent
-        with hf.finished_folder(target) as folder:
-            (folder / tag).mkdir()
-            entries = self._write_states(folder / tag, one_at_a_time(advance))
+        with growing(target, self._identity(), len(self._states), note) as result:
+            folder = result.folder
+            (folder / tag).mkdir(exist_ok=True)
+            entries = self._write_states(result, one_at_a_time(advance))
             if self.source.manifest is not None:
                 entries |= reshard_pending.write(folder / tag, self.source, self.target, advance)
                 replace(
@@ -101,9 +109,29 @@ class Reshard:
             hf.copy_side_files(root, folder)
             hf.write_text(folder / LATEST, tag, end="")
 
-    def _write_states(self, folder: Path, advance: Advance) -> dict[str, FileEntry]:
+    def _identity(self) -> Identity:
+        plan = {
+            "tag": self.source.folder.name,
+            "world": self.topology.world_size,
+            "ep_size": self.topology.ep_size,
+            "ownership": {layer: list(prefix) for layer, prefix in sorted(self.topology.ownership.items())},
+        }
+        return identity_of("reshard", plan, filter(Path.is_file, self.source.folder.iterdir()))
+
+    def _write_states(self, result: Growing, advance: Advance) -> dict[str, FileEntry]:
+        tag = self.source.folder.name
+
+        def write(file: TargetFile) -> FileEntry:
+            name = f"{tag}/{file.name}"
+            if name in result.complete:
+                advance(file.nbytes)
+                return FileEntry(**result.complete[name])
+            entry = file.write(result.folder / tag, advance)
+            result.add(name, entry.sha256)
+            return entry
+
         files = sorted(self._states, key=lambda file: -file.nbytes)  # the longest begins first
-        entries = in_parallel([partial(file.write, folder, advance) for file in files])
+        entries = in_parallel([partial(write, file) for file in files])
         return {file.name: entry for file, entry in zip(files, entries, strict=True)}
 
     def _experts(self) -> Any:

@@ -9,6 +9,7 @@ nothing is left. A source that is found damaged leaves nothing either: what was 
 from __future__ import annotations
 
 import contextlib
+import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -39,7 +40,7 @@ class Growing:
 
     def __init__(self, partial: Path, identity: Identity, note: Note) -> None:
         self.partial, self.folder, self._note = partial, partial / RESULT, note
-        self._journal = Journal(identity)
+        self._journal, self._lock = Journal(identity), threading.Lock()
         earlier = Journal.read(partial)
         self._reason: str | None = None
         if earlier is not None:
@@ -76,16 +77,17 @@ class Growing:
             self._note(f"going on: {len(self.complete)} of {total} files are complete")
 
     def _sweep(self) -> None:
-        for path in self.folder.iterdir():
-            if path.name not in self.complete:
+        for path in self.folder.rglob("*"):
+            if path.is_file() and path.relative_to(self.folder).as_posix() not in self.complete:
                 path.unlink()
 
     def add(self, name: str, sha256: str | None) -> None:
-        """Note that a file is complete and synced."""
+        """Note that a file, its name relative to ``folder``, is complete and synced. Any thread may."""
         entry = {"bytes": (self.folder / name).stat().st_size, "sha256": sha256}
-        longer = Journal(self._journal.identity, {**self.complete, name: entry})
-        longer.write(self.partial)
-        self._journal = longer  # only now: the disk may be full
+        with self._lock:
+            longer = Journal(self._journal.identity, {**self.complete, name: entry})
+            longer.write(self.partial)
+            self._journal = longer  # only now: the disk may be full
 
     def leave(self, error: BaseException, total: int) -> BaseException:
         """Keep the files that are complete, if any; the error to be raised, which says so where it can."""

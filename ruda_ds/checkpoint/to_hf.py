@@ -12,7 +12,7 @@ from typing import Any
 import torch
 
 from ruda_ds.checkpoint import families_disk, hf
-from ruda_ds.checkpoint.journal import identity_of
+from ruda_ds.checkpoint.journal import identity_of, plan_of_shards
 from ruda_ds.checkpoint.manifest import MANIFEST
 from ruda_ds.checkpoint.reader import damaged
 from ruda_ds.checkpoint.recipes import Recipe, Source, unaccounted
@@ -169,7 +169,7 @@ class ToHf(hf.Planned):
         metadata = {"format": "pt"}
         if self.origin.config is None:  # no configuration says which weights are one
             metadata |= dict(self.origin.tied or {})
-        identity = identity_of("to-hf", self.shards, metadata, self.origin.paths)
+        identity = identity_of("to-hf", plan_of_shards(self.shards, metadata), self.origin.paths)
         with growing(target, identity, len(self.shards), note) as result:
             write_shards(result, self.shards, self.origin.source, metadata, advance)
             hf.write_index(result.folder, self.shards)

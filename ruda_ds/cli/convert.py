@@ -1,8 +1,8 @@
 """``ruda-convert``: checkpoints to and from Hugging Face folders and to other topologies; look into them, check them.
 
 Everything streams: memory stays at one tensor and a constant, whatever the size. A result takes its name only when it
-is complete; to-hf and from-hf go on where an interrupted run of the same command stopped. Exit code 0: done; 1:
-refused, with what was found and what was expected; 2: wrong arguments; 130: Ctrl-C.
+is complete; an interrupted run goes on with the same command. Exit code 0: done; 1: refused, with what was found and
+what was expected; 2: wrong arguments; 130: Ctrl-C.
 """
 
 from __future__ import annotations
@@ -157,7 +157,7 @@ def reshard(arguments: argparse.Namespace) -> None:
 
     given = arguments.world, arguments.ep_size, arguments.ownership, arguments.tag
     plan = plan_reshard(arguments.CKPT, *given)
-    _run(plan, arguments)
+    _run(plan, arguments, note=_say)
     _print_notes(plan.notes)
 
 
