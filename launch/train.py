@@ -284,7 +284,9 @@ def finish(args: argparse.Namespace, engine, tokenizer, leader: bool, loads: Exp
             pictures.append(args.output / "experts.png")
             figures.draw_experts(loads.counts, pictures[-1])
         losses = [row["loss"] for row in table if "loss" in row]
-        fell = f"loss {losses[0]:.3f} -> {losses[-1]:.3f}" if losses else "no loss was finite"
+        fell = "no loss was finite" if table else "nothing was left to train"
+        if losses:
+            fell = f"loss {losses[0]:.3f} -> {losses[-1]:.3f}"
         places = "".join(f"\n  {place}" for place in [*pictures, args.output / "metrics.csv"])
         print(f"{fell} in {len(table)} windows{places}\n  {args.output / 'monitor'}/", flush=True)
 
