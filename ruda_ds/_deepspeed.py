@@ -228,17 +228,17 @@ def restore(target: Any, names: list[str]) -> None:
         target.__dict__.pop(name, None)
 
 
-def names_by_param_group(optimizer: Any, names: dict[int, str]) -> list[list[str]]:
-    """Names of the trainable parameters by the optimizer's own param groups, in the order of the flat buffers.
-
-    Args:
-        names: id(parameter) -> name.
-    """
-    groups: list[list[str]] = [[] for _ in optimizer.optimizer.param_groups]
+def parameters_by_param_group(optimizer: Any) -> list[list[torch.nn.Parameter]]:
+    """The trainable parameters by the optimizer's own param groups, in the order of the flat buffers."""
+    groups: list[list[torch.nn.Parameter]] = [[] for _ in optimizer.optimizer.param_groups]
     for index, parameters in enumerate(optimizer_groups(optimizer)):
-        home = optimizer.sub_group_to_group_id[index] if is_stage3(optimizer) else index
-        groups[home] += [names[id(parameter)] for parameter in parameters]
+        groups[optimizer.sub_group_to_group_id[index] if is_stage3(optimizer) else index] += parameters
     return groups
+
+
+def names_by_param_group(optimizer: Any, names: dict[int, str]) -> list[list[str]]:
+    """The same by name; ``names``: id(parameter) -> name."""
+    return [[names[id(parameter)] for parameter in group] for group in parameters_by_param_group(optimizer)]
 
 
 def master_sizes(optimizer: Any) -> list[int]:

@@ -11,6 +11,7 @@ import torch
 
 from ruda_ds import _deepspeed, config
 from ruda_ds.accumulation import GradientAccumulator
+from ruda_ds.accumulation.one_model import require_one_model
 from ruda_ds.comm.watchdog import Watchdog
 from ruda_ds.errors import ConfigError
 from ruda_ds.moe import ExpertParallelMoE, chain_exchanges, ownership_of, replace_moe_blocks
@@ -29,6 +30,7 @@ def initialize(args: Any = None, **keywords: Any) -> tuple[Any, Any, Any, Any]:
     Raises:
         ConfigError: by key, value and what to set instead.
         VersionError: the installed DeepSpeed is not a known one.
+        RankDisagreementError: on every rank; one has another model, or other optimizer groups, than the rest.
     """
     _deepspeed.require_supported_version()
     import deepspeed
@@ -49,10 +51,26 @@ def initialize(args: Any = None, **keywords: Any) -> tuple[Any, Any, Any, Any]:
         _watch(config.check(keywords["config"]).timeout_s)  # from here on: a rank may be lost while engines are made
         if isinstance(model, torch.nn.Module):
             split_experts(model, config.check(keywords["config"]).experts, keywords.get("optimizer"))
+            compare_ranks(model, keywords)
     with expert_partitions(keywords):
         engine, optimizer, loader, scheduler = deepspeed.initialize(args=args, **keywords)
     attach(engine)
     return engine, optimizer, loader, scheduler
+
+
+def compare_ranks(model: torch.nn.Module, keywords: dict[str, Any]) -> None:
+    """`require_one_model`, with the optimizer's groups: now if it is made, else once DeepSpeed has it made."""
+    optimizer, world = keywords.get("optimizer"), torch.distributed.group.WORLD
+    assert world is not None  # init_distributed has been called
+
+    def compared(made: Any) -> Any:
+        groups = [list(group["params"]) for group in getattr(made, "param_groups", ())]
+        require_one_model(model, groups, world)
+        return made
+
+    compared(optimizer)
+    if optimizer is not None and not isinstance(optimizer, torch.optim.Optimizer):
+        keywords["optimizer"] = lambda parameters: compared(optimizer(parameters))
 
 
 def _watch(limit_s: float) -> None:
@@ -120,7 +138,13 @@ def attach(engine: Any) -> GradientAccumulator:
 
     Raises:
         ConfigError, BindingError, VersionError, HookError: see GradientAccumulator.
+        RankDisagreementError: see `initialize`.
     """
+    _deepspeed.require_supported_version()
+    config.check_engine(engine)
+    optimizer = _deepspeed.zero_optimizer(engine)
+    groups = _deepspeed.parameters_by_param_group(optimizer)
+    require_one_model(engine.module, groups, _deepspeed.data_parallel_group(optimizer))
     accumulator = GradientAccumulator(engine)
     chain_exchanges(engine.module)
     settings = accumulator.config

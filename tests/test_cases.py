@@ -7,6 +7,7 @@ import torch
 import torch.distributed as dist
 from helpers import base_config, full_parameters, gather, make_engine
 
+import ruda_ds
 from ruda_ds.accumulation import WeightedGradientAccumulator, measure_gradient_norm
 from ruda_ds.cli.ranks import run_ranks
 from ruda_ds.errors import BindingError, CountError, RankDisagreementError
@@ -214,6 +215,40 @@ def scales_differ():
 
 def test_a_setting_that_differs_is_shown_as_it_was_set():
     assert run_ranks(scales_differ, 3) == [True] * 3
+
+
+DIFFERENCES = {
+    "shape": r"parameter weight: rank 1 holds \(5, 4\) torch.float32 trained, .* the others hold \(4, 4\) ",
+    "frozen": r"parameter bias: rank 1 holds \(4,\) torch.float32 frozen.* others hold \(4,\) torch.float32 trained",
+    "groups": r"parameter weight: rank 1 holds .* group 1, the others hold .* group 0",
+    "made": r"parameter weight: rank 1 holds .* group 1, the others hold .* group 0",
+    "more": r"parameter extra: rank 1 holds \(4,\).*, the others hold no such parameter",
+}
+
+
+def differing(stage):
+    """What would hang in DeepSpeed's start, break a backward, or be saved and never load, is told before any of it."""
+    for what, message in DIFFERENCES.items():
+        other = what if dist.get_rank() == 1 else ""
+        model = torch.nn.Linear(4, 5 if other == "shape" else 4)
+        model.bias.requires_grad_(other != "frozen")
+        if other == "more":
+            model.extra = torch.nn.Parameter(torch.zeros(4))
+        groups = [{"params": [model.weight]}, {"params": [model.bias]}]
+        groups = groups[:: -1 if other in ("groups", "made") else 1]
+        optimizer = (lambda _, groups=groups: torch.optim.SGD(groups, lr=0.1)) if what == "made" else None
+        with pytest.raises(RankDisagreementError, match=message):
+            ruda_ds.initialize(
+                model=model,
+                optimizer=optimizer or torch.optim.SGD(groups, lr=0.1),
+                config=base_config(zero_optimization={"stage": stage}),
+            )
+    return True
+
+
+@pytest.mark.parametrize("stage", [3, 2])
+def test_ranks_that_differ_are_refused_at_the_start(stage):
+    assert run_ranks(differing, 3, stage) == [True] * 3
 
 
 def weighted(weights: list[float]):

@@ -16,6 +16,7 @@ import torch
 from test_train import SMALL, TRAIN, environment, run, table
 
 from ruda_ds.checkpoint import Manifest
+from ruda_ds.cli.convert import main as convert
 from ruda_ds.cli.ranks import run_ranks
 from ruda_ds.errors import RankFailedError
 
@@ -91,6 +92,22 @@ def through(tmp_path_factory, corpus):
     return output, calls[0][0]
 
 
+def three_ranks_go_on(folder: Path, stopped: Path, arguments: list[str], wanted: list[dict[str, float]]) -> None:
+    """From a checkpoint in mid-window of two ranks, resharded, with one rank without experts: the same figures."""
+    place = "--world", "3", "--ep-size", "3", "--ownership", "0,2,2,8"
+    assert convert(["reshard", str(stopped / "checkpoints"), str(folder / "checkpoints"), *place, "-q"]) == 0
+    config = json.loads((ROOT / "ds_configs" / "zero3_moe_cpu.json").read_text())
+    config["ruda"]["experts"] = {"ep_size": 3, "ownership": [0, 2, 2, 8]}
+    (folder / "config.json").write_text(json.dumps(config))
+    changes = ["--output", str(folder), "--deepspeed_config", str(folder / "config.json"), "--resume"]
+    run_ranks(go, 3, [*arguments, *changes], None, 0, 0)
+    begun = Manifest.read(stopped / "checkpoints" / (stopped / "checkpoints" / "latest").read_text()).global_steps
+    found, wanted = figures_of(folder), wanted[begun:]
+    assert [row["tokens"] for row in found] == [row["tokens"] for row in wanted]
+    for name in ("loss", "grad_norm"):
+        assert [row[name] for row in found] == pytest.approx([row[name] for row in wanted], rel=1e-5)
+
+
 @pytest.mark.parametrize(("after", "rank", "number"), [(5, 1, signal.SIGUSR1), (10, 0, signal.SIGTERM)])
 def test_a_signal_to_one_rank_saves_in_the_window_and_the_run_goes_on_bit_for_bit(
     tmp_path, corpus, through, after, rank, number
@@ -105,6 +122,9 @@ def test_a_signal_to_one_rank_saves_in_the_window_and_the_run_goes_on_bit_for_bi
     said = stopped[0][1]
     assert f"{number.name}: saved after micro-batch {window.microbatches} of window " in said
     assert f"--resume {tmp_path / 'checkpoints'} goes on from there" in said
+    if number == signal.SIGUSR1:
+        (tmp_path / "three").mkdir()
+        three_ranks_go_on(tmp_path / "three", tmp_path, arguments, figures_of(output))
     resumed = run_ranks(go, 2, [*arguments, "--resume"], None, 0, 0)
     assert [calls for calls, _ in resumed] == [micro_batches - after - 1] * 2
     assert f"resumed from {tmp_path / 'checkpoints' / tag}" in resumed[0][1]

@@ -83,4 +83,9 @@ def digest(placement: Sequence[ParameterPlacement]) -> int:
         f"{p.name} {'experts' if p.experts else p.logical_shape} {p.world_size} {p.dtype} {p.requires_grad}"
         for p in placement
     )
+    return text_hash(text)
+
+
+def text_hash(text: str) -> int:
+    """63 bits of a text, for ranks to compare."""
     return int.from_bytes(hashlib.sha256(text.encode()).digest()[:8], "big") >> 1

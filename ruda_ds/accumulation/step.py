@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 import math
 import sys
 from collections.abc import Callable
@@ -13,7 +12,7 @@ import torch.distributed as dist
 from ruda_ds import _deepspeed
 from ruda_ds.accumulation.contract import AccumulationContract, WindowResult
 from ruda_ds.accumulation.norm import GradientNorm, combine_moments, find_nonfinite, local_moments
-from ruda_ds.accumulation.placement import digest
+from ruda_ds.accumulation.placement import digest, text_hash
 from ruda_ds.accumulation.reduction import GradientReduction
 from ruda_ds.comm.agreement import exchange
 from ruda_ds.comm.trace import TRACE
@@ -83,7 +82,7 @@ def _agree(
     moments = local_moments([shards.flat])
     fields = {
         "placement (hash)": digest(contract.placement),
-        "used parameters (hash)": _hash("\n".join(sorted(used))),
+        "used parameters (hash)": text_hash("\n".join(sorted(used))),
         **contract.state.agreed_fields(),
         **TRACE.fields(),
     }
@@ -92,7 +91,3 @@ def _agree(
     if math.isfinite(norm.root):
         return norm
     return GradientNorm(norm.maximum, norm.root, find_nonfinite(shards.views, group))
-
-
-def _hash(text: str) -> int:
-    return int.from_bytes(hashlib.sha256(text.encode()).digest()[:8], "big") >> 1

@@ -86,7 +86,7 @@ class Topology:
         if not self.is_split(parameter):
             return parameter.shape
         start, stop = self.owned(parameter, rank % self.ep_size)
-        return (stop - start, *parameter.shape[1:]) if stop > start else (1,)
+        return (stop - start, *parameter.shape[1:]) if stop > start else (1,) * len(parameter.shape)
 
     def slot(self, parameter: Logical, rank: int) -> int:
         """Elements of the rank's partition, with padding."""

@@ -143,7 +143,7 @@ class _Filler:
     def fill(self, name: str, recipe: Recipe | None) -> None:
         """Give a parameter or buffer its values; without a recipe it is a placeholder, and zero."""
         old = self.tensors[name]
-        shape = recipe.shape if recipe is not None else (1,)
+        shape = recipe.shape if recipe is not None else (1,) * old.ndim
         if tuple(old.shape) != tuple(shape):
             raise CheckpointError(f"checkpoint: found {name} of shape {shape}, expected {tuple(old.shape)}")
         new = torch.zeros(old.shape, dtype=old.dtype, device=self.device) if old.is_meta else old.detach()

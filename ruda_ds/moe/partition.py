@@ -9,11 +9,13 @@ from ruda_ds.moe.ownership import ExpertOwnership
 
 
 def placeholder(like: torch.Tensor) -> torch.nn.Parameter:
-    """What a rank without experts holds in place of a cube: one unused element.
+    """What a rank without experts holds in place of a cube: one unused element, with as many dimensions.
 
-    ZeRO-3 wants the same parameters in the same order on every rank and cannot partition an empty one.
+    ZeRO-3 wants the same parameters in the same order on every rank and cannot partition an empty one. Who sorts
+    parameters into optimizer groups by their number of dimensions, as for weight decay, must get the same groups too.
     """
-    return torch.nn.Parameter(torch.zeros(1, dtype=like.dtype, device=like.device), requires_grad=like.requires_grad)
+    made = torch.zeros([1] * like.ndim, dtype=like.dtype, device=like.device)
+    return torch.nn.Parameter(made, requires_grad=like.requires_grad)
 
 
 class ExpertPartitionContext:
