@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import json
 import logging
 import math
 import os
@@ -222,9 +223,11 @@ def run_windows(args: argparse.Namespace, corpus, engine, journey, loads: Expert
 
 def train(args: argparse.Namespace) -> None:
     """The whole run."""
+    from ruda_ds.comm.start import meeting_within
     from ruda_ds.launch import find_ranks
 
-    ranks = find_ranks()
+    with meeting_within(start_limit(args), "the search for the ranks of the job"):
+        ranks = find_ranks()
     import torch
 
     if not torch.cuda.is_available():
@@ -289,6 +292,14 @@ def finish(args: argparse.Namespace, engine, tokenizer, leader: bool, loads: Exp
             fell = f"loss {losses[0]:.3f} -> {losses[-1]:.3f}"
         places = "".join(f"\n  {place}" for place in [*pictures, args.output / "metrics.csv"])
         print(f"{fell} in {len(table)} windows{places}\n  {args.output / 'monitor'}/", flush=True)
+
+
+def start_limit(args: argparse.Namespace) -> float:
+    """Seconds for the ranks to find each other: "ruda": {"timeout_s"}, read before anything heavy is loaded."""
+    try:
+        return float(json.loads(Path(args.deepspeed_config).read_text())["ruda"]["timeout_s"])
+    except (OSError, ValueError, KeyError, TypeError):  # silent, or wrong: the config is checked later
+        return 1800.0
 
 
 def main() -> None:

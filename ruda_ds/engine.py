@@ -12,6 +12,7 @@ import torch
 from ruda_ds import _deepspeed, config
 from ruda_ds.accumulation import GradientAccumulator
 from ruda_ds.accumulation.one_model import require_one_model
+from ruda_ds.comm.start import meeting_within
 from ruda_ds.comm.watchdog import Watchdog
 from ruda_ds.errors import ConfigError
 from ruda_ds.moe import ExpertParallelMoE, chain_exchanges, ownership_of, replace_moe_blocks
@@ -46,9 +47,11 @@ def initialize(args: Any = None, **keywords: Any) -> tuple[Any, Any, Any, Any]:
     _deepspeed.refuse_pipeline(model)
     if given is not None:
         keywords["config"] = config.complete(_deepspeed.load_config(given))
-        deepspeed.init_distributed()
+        limit_s = config.check(keywords["config"]).timeout_s
+        with meeting_within(limit_s, "the first meeting of the ranks"):
+            deepspeed.init_distributed()
         _deepspeed.forget_shared_memory_buffer()
-        _watch(config.check(keywords["config"]).timeout_s)  # from here on: a rank may be lost while engines are made
+        _watch(limit_s)  # from here on: a rank may be lost while engines are made
         if isinstance(model, torch.nn.Module):
             split_experts(model, config.check(keywords["config"]).experts, keywords.get("optimizer"))
             compare_ranks(model, keywords)
