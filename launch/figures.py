@@ -80,24 +80,67 @@ def draw(rows: list[dict[str, float]], file: Path) -> None:
     pyplot.close(figure)
 
 
-def draw_experts(counts: list[np.ndarray], file: Path) -> None:
-    """experts.png: each layer's share of tokens by expert over time, where 1 is an even share.
+class LoadHistory:
+    """Tokens by layer and expert over time, in at most MOST columns of ``span`` windows each.
 
-    Args:
-        counts: one [layers, E] a step.
+    When there are too many, neighbours are added up: a run of any length needs as much memory, and as much of a
+    checkpoint.
+
+    Attributes:
+        columns: [layers, E] int64 each, sums over ``span`` windows; over ``last`` in the last one.
     """
+
+    MOST = 400  # even
+
+    def __init__(self) -> None:
+        self.columns: list[np.ndarray] = []
+        self.span = self.last = 1
+
+    def add(self, counts: np.ndarray) -> None:
+        """One window's, [layers, E]."""
+        if self.columns and self.last < self.span:
+            self.columns[-1] = self.columns[-1] + counts
+            self.last += 1
+            return
+        if len(self.columns) == self.MOST:
+            self.columns = [a + b for a, b in zip(self.columns[::2], self.columns[1::2], strict=True)]
+            self.span *= 2
+        self.columns.append(counts)
+        self.last = 1
+
+    def state(self) -> dict[str, object]:
+        """For a checkpoint."""
+        import torch
+
+        return {"columns": torch.from_numpy(np.stack(self.columns)), "span": self.span, "last": self.last}
+
+    def load(self, state: dict) -> None:
+        """What `state` gave."""
+        self.columns, self.span, self.last = list(state["columns"].numpy()), state["span"], state["last"]
+
+
+def draw_experts(history: LoadHistory, file: Path) -> None:
+    """experts.png: each layer's share of tokens by expert over time, where 1 is an even share."""
     import matplotlib
 
     matplotlib.use("Agg")
     from matplotlib import pyplot
 
-    table = np.stack(counts).astype(float)  # [steps, layers, E]
+    table = np.stack(history.columns).astype(float)  # [columns, layers, E]
     share = table / np.maximum(table.mean(-1, keepdims=True), 1)
-    layers = share.shape[1]
+    columns, layers, experts = share.shape
+    place = (0.5, columns * history.span + 0.5, -0.5, experts - 0.5)
     figure, axes = pyplot.subplots(layers, 1, figsize=(8, 1.2 + 1.5 * layers), sharex=True, constrained_layout=True)
     for layer, axis in enumerate(np.atleast_1d(axes)):
         image = axis.imshow(
-            share[:, layer].T, aspect="auto", origin="lower", cmap="RdBu_r", vmin=0, vmax=2, interpolation="nearest"
+            share[:, layer].T,
+            aspect="auto",
+            origin="lower",
+            cmap="RdBu_r",
+            vmin=0,
+            vmax=2,
+            interpolation="nearest",
+            extent=place,
         )
         axis.set_ylabel(f"layer {layer}\nexpert")
     np.atleast_1d(axes)[-1].set_xlabel("optimizer step")

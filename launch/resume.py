@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from corpus import Corpus
-from figures import PREFIX
+from figures import PREFIX, LoadHistory
 
 from ruda_ds.comm.lost import naming_lost_ranks
 
@@ -103,10 +103,10 @@ class Journey:
         args: the command line.
         corpus: the data.
         engine: with an accumulator.
-        loads: an object with ``counts``, the tokens by layer and expert of each window; kept for the picture.
+        loads: of the experts so far, for the picture.
     """
 
-    def __init__(self, args: argparse.Namespace, corpus: Corpus, engine, loads) -> None:
+    def __init__(self, args: argparse.Namespace, corpus: Corpus, engine, loads: LoadHistory) -> None:
         self.engine, self.loads, self.every = engine, loads, args.save_every
         self.output, self.folder = args.output, args.save or args.output / "checkpoints"
         self.rules = data_rules(args, corpus)
@@ -139,14 +139,11 @@ class Journey:
 
     def save(self) -> Path:
         """Write a checkpoint of this moment; every rank does."""
-        import numpy as np
-        import torch
-
         import ruda_ds
 
         state = {"rules": self.rules, "position": dataclasses.astuple(self.position), "loads": None}
-        if self.loads.counts and self.engine.global_rank == 0:
-            state["loads"] = torch.from_numpy(np.stack(self.loads.counts))
+        if self.loads.columns and self.engine.global_rank == 0:
+            state["loads"] = self.loads.state()
         return ruda_ds.save_checkpoint(self.engine, self.folder, client_state={KEY: state})
 
     def stop(self) -> None:
@@ -181,7 +178,7 @@ class Journey:
             raise ResumeError(f"{place}: the run that was saved is another one: {'; '.join(differing)}")
         self.position = Position(*state["position"])
         if state["loads"] is not None:
-            self.loads.counts = list(state["loads"].numpy())
+            self.loads.load(state["loads"])
         if self.engine.global_rank == 0:
             forget_after(self.output / "monitor", self.engine.global_steps)
             print(f"resumed from {place}", flush=True)

@@ -163,10 +163,12 @@ class ExpertLoads:
     rate = 0.01
 
     def __init__(self, model) -> None:
+        from figures import LoadHistory
+
         from ruda_ds.moe import expert_layers
 
         self.model = model
-        self.counts: list = []
+        self.history = LoadHistory()
         self.watched = bool(expert_layers(model))
 
     def take(self) -> dict[str, float]:
@@ -179,7 +181,7 @@ class ExpertLoads:
         if all(layer.correction_bias is not None for layer in expert_layers(self.model)):
             update_correction_biases(self.model, taken, self.rate)
         counts = taken.cpu().numpy()
-        self.counts.append(counts)
+        self.history.add(counts)
         return {"expert_load": float((counts.max(1) / counts.mean(1).clip(min=1)).max())}
 
 
@@ -223,11 +225,9 @@ def run_windows(args: argparse.Namespace, corpus, engine, journey, loads: Expert
 
 def train(args: argparse.Namespace) -> None:
     """The whole run."""
-    from ruda_ds.comm.start import meeting_within
     from ruda_ds.launch import find_ranks
 
-    with meeting_within(start_limit(args), "the search for the ranks of the job"):
-        ranks = find_ranks()
+    ranks = find_ranks(limit_s=start_limit(args))
     import torch
 
     if not torch.cuda.is_available():
@@ -257,7 +257,7 @@ def train(args: argparse.Namespace) -> None:
             f"{size:,} parameters on {ranks.world_size} ranks (started by: {ranks.launcher})",
             flush=True,
         )
-    journey = Journey(args, corpus, engine, loads)
+    journey = Journey(args, corpus, engine, loads.history)
     if args.resume:
         journey.resume(None if args.resume is True else args.resume)
     if run_windows(args, corpus, engine, journey, loads, total):
@@ -283,9 +283,9 @@ def finish(args: argparse.Namespace, engine, tokenizer, leader: bool, loads: Exp
         figures.write_table(table, args.output / "metrics.csv")
         figures.draw(table, args.output / "loss.png")
         pictures = [args.output / "loss.png"]
-        if loads.counts:
+        if loads.history.columns:
             pictures.append(args.output / "experts.png")
-            figures.draw_experts(loads.counts, pictures[-1])
+            figures.draw_experts(loads.history, pictures[-1])
         losses = [row["loss"] for row in table if "loss" in row]
         fell = "no loss was finite" if table else "nothing was left to train"
         if losses:

@@ -140,14 +140,8 @@ def attach(engine: Any) -> GradientAccumulator:
     into the config that it hands to DeepSpeed.
 
     Raises:
-        ConfigError, BindingError, VersionError, HookError: see GradientAccumulator.
-        RankDisagreementError: see `initialize`.
+        ConfigError, BindingError, VersionError, HookError, RankDisagreementError: see GradientAccumulator.
     """
-    _deepspeed.require_supported_version()
-    config.check_engine(engine)
-    optimizer = _deepspeed.zero_optimizer(engine)
-    groups = _deepspeed.parameters_by_param_group(optimizer)
-    require_one_model(engine.module, groups, _deepspeed.data_parallel_group(optimizer))
     accumulator = GradientAccumulator(engine)
     chain_exchanges(engine.module)
     settings = accumulator.config

@@ -115,7 +115,7 @@ def test_the_second_of_two_is_refused_and_the_first_unharmed(sources, tmp_path, 
             message = capsys.readouterr().err
             assert f"{partial_of(out)}: held by process {process.pid} on " in message
             assert "expected no other conversion to it" in message
-        with pytest.raises(CheckpointError, match="held by"), hf.finished_folder(out):
+        with pytest.raises(CheckpointError, match="held by"), held(out):
             raise AssertionError("two at once")
         assert time.monotonic() - begin < 5
     finally:
@@ -183,15 +183,11 @@ def test_a_file_system_without_locks_warns_and_converts(sources, tmp_path, monke
     assert contents(tmp_path / "out") == contents(sources / "to-hf whole")
 
 
-def test_a_command_that_does_not_go_on_replaces_what_was_left(sources, tmp_path):
+def test_another_command_to_the_same_target_starts_afresh_and_says_so(sources, tmp_path, capsys):
     out = tmp_path / "out"
     interrupt(plan_of("to-hf", sources), out, 4, KeyboardInterrupt())
-    with hf.finished_folder(out) as folder:
-        assert not list(folder.iterdir())
-        (folder / "mine").write_text("whole")
-        assert not out.exists()
-    assert {path.name for path in out.iterdir()} == {"mine"}
-    assert [path.name for path in tmp_path.iterdir()] == ["out"]
-    with pytest.raises(ZeroDivisionError), hf.finished_folder(tmp_path / "other") as folder:
-        (folder / "mine").write_text(str(1 // 0))
+    assert convert(*words_of("from-hf", sources, out)) == 0
+    said = f"started afresh: {partial_of(out)} is of another plan: command to-hf, now from-hf"
+    assert said in capsys.readouterr().out
+    assert contents(out) == contents(sources / "from-hf whole")
     assert [path.name for path in tmp_path.iterdir()] == ["out"]

@@ -24,6 +24,7 @@ from ruda_ds.accumulation.checks import check_counts, check_loss, check_shards
 from ruda_ds.accumulation.contract import AccumulatedGradients, AccumulationContract, WindowResult
 from ruda_ds.accumulation.division import divide_
 from ruda_ds.accumulation.live_placement import live_placement
+from ruda_ds.accumulation.one_model import require_one_model
 from ruda_ds.accumulation.placement import ParameterPlacement
 from ruda_ds.accumulation.record import RECORD_VERSION, PendingGradientsRecord, check_fit, check_record
 from ruda_ds.accumulation.reduction import GradientReduction, Stage3Reduction
@@ -55,6 +56,7 @@ class GradientAccumulator:
         BindingError: the engine is bound to an accumulator already. One of another class that stands idle, as
             `initialize` attaches it, gives way and is closed.
         HookError: the reduction gave a wrong sum in its self-test.
+        RankDisagreementError: on every rank; one has another model, or other optimizer groups, than the rest.
     """
 
     def __init__(self, engine: Any, dtype: torch.dtype | None = None, loss_scale: float | None = None) -> None:
@@ -72,6 +74,7 @@ class GradientAccumulator:
         self._state = state
         self._placement = live_placement(engine.module, optimizer)
         self._group = _deepspeed.data_parallel_group(optimizer)
+        require_one_model(engine.module, _deepspeed.parameters_by_param_group(optimizer), self._group)
         hook = Stage3Reduction if _deepspeed.is_stage3(optimizer) else Stage12Reduction
         self._reduction: GradientReduction = hook(engine, self._placement, state.dtype)
         _deepspeed.neutralize_loss_scale(optimizer)

@@ -19,8 +19,10 @@ import torch
 
 from ruda_ds.checkpoint import hf
 from ruda_ds.checkpoint.families_disk import CUBES, DISK, LAYER, DiskFamily, Shapes, cube_part
+from ruda_ds.checkpoint.journal import identity_of, plan_of_shards
 from ruda_ds.checkpoint.reader import damaged
 from ruda_ds.checkpoint.recipes import Recipe, unaccounted
+from ruda_ds.checkpoint.resume import Note, growing, silent, write_shards
 from ruda_ds.checkpoint.to_hf import Advance, Origin, factor_prefixes
 from ruda_ds.errors import CheckpointError
 
@@ -73,16 +75,22 @@ class ToAdapters(hf.Planned):
     config: Mapping[str, Any]
     notes: tuple[str, ...] = ()
 
-    def run(self, target: Path, advance: Advance) -> None:
-        """Write the folder; ``advance`` is told bytes as they are written.
+    def run(self, target: Path, advance: Advance, note: Note = silent) -> None:
+        """Write the folder.
+
+        Args:
+            advance: told bytes as they are written, or taken over.
+            note: told what is taken over, or why it is not.
 
         Raises:
             CheckpointError: the target is there already, or a source file is damaged; nothing is left then.
+            UnfinishedError: see `resume.growing`.
         """
-        with hf.finished_folder(target) as folder:
-            for shard in self.shards:
-                hf.write_shard(folder, shard, self.origin.source, {"format": "pt"}, advance)
-            hf.write_text(folder / CONFIG, json.dumps(self.config, indent=2, sort_keys=True))
+        metadata = {"format": "pt"}
+        identity = identity_of("to-hf --lora adapter", plan_of_shards(self.shards, metadata), self.origin.paths)
+        with growing(target, identity, len(self.shards), note) as result:
+            write_shards(result, self.shards, self.origin.source, metadata, advance)
+            hf.write_text(result.folder / CONFIG, json.dumps(self.config, indent=2, sort_keys=True))
 
 
 def plan_adapters(origin: Origin, dtype: torch.dtype | None = None) -> ToAdapters:

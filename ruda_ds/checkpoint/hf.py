@@ -5,8 +5,7 @@ from __future__ import annotations
 import json
 import os
 import shutil
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -14,7 +13,6 @@ import torch
 
 from ruda_ds.checkpoint.reader import FILES, bytes_of, damaged
 from ruda_ds.checkpoint.recipes import Recipe, Source
-from ruda_ds.checkpoint.unfinished import RESULT, clear, held, publish
 from ruda_ds.checkpoint.writer import sync_file
 from ruda_ds.errors import CheckpointError
 
@@ -262,23 +260,3 @@ def copy_side_files(source: Path, target: Path) -> list[str]:
         shutil.copyfile(source / name, target / name)
         sync_file(target / name)
     return names
-
-
-@contextmanager
-def finished_folder(target: Path) -> Iterator[Path]:
-    """A folder to write into that takes its name ``target`` only when the block ends without an error.
-
-    What an earlier run left that was killed is deleted.
-
-    Raises:
-        CheckpointError: ``target`` is there already and not empty, or another process converts to it.
-    """
-    with held(target) as partial:
-        clear(partial)
-        result = partial / RESULT
-        result.mkdir()
-        try:
-            yield result
-            publish(result, target)
-        finally:
-            clear(partial)

@@ -104,8 +104,8 @@ def _say(text: str) -> None:
     tqdm.write(text)
 
 
-def _run(plan: Any, arguments: argparse.Namespace, **more: Any) -> None:
-    """Show a plan, and run it, with ``more``, unless it is a dry run."""
+def _run(plan: Any, arguments: argparse.Namespace) -> None:
+    """Show a plan, and run it unless it is a dry run."""
     files = plan.files()
     print(f"{arguments.OUT}: {len(files)} files, {plan.nbytes:,} bytes of tensors")
     if arguments.dry_run:
@@ -113,7 +113,7 @@ def _run(plan: Any, arguments: argparse.Namespace, **more: Any) -> None:
             print(f"  {name}  {nbytes:,} bytes, {count} tensors")
         return
     with _bar(plan.nbytes, arguments.command, arguments.quiet) as bar:
-        plan.run(arguments.OUT, bar.update, **more)
+        plan.run(arguments.OUT, bar.update, _say)
 
 
 def _print_notes(notes: Sequence[str]) -> None:
@@ -138,7 +138,7 @@ def to_hf(arguments: argparse.Namespace) -> None:
         _run(adapters, arguments)
         _print_notes(adapters.notes)
         return
-    _run(plan_to_hf(origin, dtype, arguments.max_shard_size, arguments.layout), arguments, note=_say)
+    _run(plan_to_hf(origin, dtype, arguments.max_shard_size, arguments.layout), arguments)
     if origin.config is None:
         print("no config.json: the checkpoint does not hold the model's configuration (see --hf-files)")
 
@@ -148,7 +148,7 @@ def from_hf(arguments: argparse.Namespace) -> None:
     from ruda_ds.checkpoint.from_hf import plan_from_hf
 
     plan = plan_from_hf(arguments.DIR, arguments.ownership, arguments.ep_size, arguments.max_shard_size)
-    _run(plan, arguments, note=_say)
+    _run(plan, arguments)
 
 
 def reshard(arguments: argparse.Namespace) -> None:
@@ -157,7 +157,7 @@ def reshard(arguments: argparse.Namespace) -> None:
 
     given = arguments.world, arguments.ep_size, arguments.ownership, arguments.tag
     plan = plan_reshard(arguments.CKPT, *given)
-    _run(plan, arguments, note=_say)
+    _run(plan, arguments)
     _print_notes(plan.notes)
 
 

@@ -27,9 +27,11 @@ def meeting_within(limit_s: float, what: str) -> Iterator[None]:
 
     def end() -> None:
         rank = os.environ.get("RANK") or os.environ.get("PMI_RANK") or os.environ.get("OMPI_COMM_WORLD_RANK") or "?"
+        place = ":".join(os.environ.get(name, "?") for name in ("MASTER_ADDR", "MASTER_PORT"))
         print(
-            f"ruda_ds: rank {rank} (host {socket.gethostname()}) has waited {limit_s:g} s in {what}: a rank has not "
-            "come, was stopped, or its machine or the network hangs. It ends; its stacks:",
+            f"ruda_ds: rank {rank} (host {socket.gethostname()}) has waited {limit_s:g} s in {what} (MASTER_ADDR and "
+            f"_PORT {place}): a rank has not come, was stopped, or its machine or the network hangs. It ends; its "
+            "stacks:",
             file=sys.stderr,
             flush=True,
         )

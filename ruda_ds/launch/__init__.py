@@ -12,6 +12,7 @@ import os
 from collections.abc import MutableMapping
 from dataclasses import dataclass
 
+from ruda_ds.comm.start import meeting_within
 from ruda_ds.errors import LaunchError
 from ruda_ds.launch.by_mpi import meet_by_mpi
 from ruda_ds.launch.by_slurm import meet_by_slurm
@@ -48,12 +49,15 @@ class Ranks:
     interface: str | None = None
 
 
-def find_ranks(environ: MutableMapping[str, str] = os.environ) -> Ranks:
+def find_ranks(environ: MutableMapping[str, str] = os.environ, limit_s: float = 1800.0) -> Ranks:
     """Find the ranks and write them to ``environ``; call it before ``deepspeed.init_distributed``.
 
     Order: the variables of `deepspeed` or `torchrun`; SLURM's tasks; an MPI launcher, through mpi4py; else one process.
     Under SLURM and MPI it is a collective: all ranks compare what they found, and try the address.
     GLOO_SOCKET_IFNAME is set to the interface that leads to the other hosts, unless it is set already.
+
+    Args:
+        limit_s: seconds, at least 60, in which all ranks must have come; else this process ends, as `meeting_within`.
 
     Raises:
         LaunchError: on every rank that can be told, what was found does not add up, with what was found where; or an
@@ -64,7 +68,8 @@ def find_ranks(environ: MutableMapping[str, str] = os.environ) -> Ranks:
     if len(present) == len(NAMES):
         ranks = _from_environment(environ, claims)
     elif claims:
-        ranks = _from_claims(environ, claims)
+        with meeting_within(limit_s, "the search for the ranks of the job"):
+            ranks = _from_claims(environ, claims)
     elif present and present != ["MASTER_ADDR", "MASTER_PORT"]:
         missing = [name for name in NAMES if name not in environ]
         raise LaunchError(f"{', '.join(present)} set but {', '.join(missing)} missing, expected all of them or none")

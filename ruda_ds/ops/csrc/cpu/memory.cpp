@@ -8,6 +8,7 @@
 #include <c10/core/Storage.h>
 #include <sys/mman.h>
 
+#include <algorithm>
 #include <array>
 #include <atomic>
 #include <deque>
