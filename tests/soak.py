@@ -79,10 +79,14 @@ class Watch:
                 continue
             self.samples.setdefault(process.pid, []).append(seen)
 
-    def growth(self) -> tuple[float, int]:
-        """The most that a rank's memory (MiB) and open files grew from the middle of its life to its end."""
+    def growth(self) -> tuple[int, float, int]:
+        """(lives of ranks looked at, the most that memory (MiB), and open files, grew from a life's middle to its end).
+
+        Lives of less than 10 samples are not looked at.
+        """
         halves = [(s[len(s) // 2], s[-1]) for s in self.samples.values() if len(s) >= 10]
-        return max((b[0] - a[0] for a, b in halves), default=0.0), max((b[1] - a[1] for a, b in halves), default=0)
+        memory, files = ([end[i] - middle[i] for middle, end in halves] for i in (0, 1))
+        return len(halves), max(memory, default=0.0), max(files, default=0)
 
 
 def ranks_of(process: subprocess.Popen) -> list[psutil.Process]:
@@ -115,8 +119,10 @@ def faulty(words: list[str], output: Path, steps: int, seconds: float, every: tu
     while process.poll() is None:
         time.sleep(1)
         ranks = ranks_of(process)
-        watch.look(ranks, windows_saved(output))
-        over = time.monotonic() - began > seconds or windows_saved(output) > steps - 15
+        saved = windows_saved(output)
+        if saved < steps:  # After the last window, rank 0 loads what it draws with.
+            watch.look(ranks, saved)
+        over = time.monotonic() - began > seconds or saved > steps - 15
         if over or time.monotonic() < due or not ranks:
             continue
         action, rank = chance.choice(["SIGKILL", "SIGSTOP"]), chance.randrange(len(ranks))
@@ -182,8 +188,9 @@ def soak(folder: Path, ranks: int, steps: int, seconds: float, every: tuple[floa
         "steps": steps,
         "faults": watch.faults,
         "tensors_equal": len(states["plain"]),
-        "memory_growth_mib": [round(memory, 1) for memory, _ in growths],
-        "file_growth": [files for _, files in growths],
+        "lives_watched": [lives for lives, _, _ in growths],
+        "memory_growth_mib": [round(memory, 1) for _, memory, _ in growths],
+        "file_growth": [files for _, _, files in growths],
     }
 
 
