@@ -76,6 +76,8 @@ class Hosts:
         prefix: of their namespaces' names.
         tools: folder with stand-ins for ssh and pdsh, for PATH.
         extensions: a copy of compiled extensions: a rank that is killed while it loads leaves a lock behind.
+        settings: environment variables of what is started there.
+        services: beginnings of the command lines of programs that stay.
     """
 
     def __init__(self, count: int, folder: Path, extensions: Path) -> None:
@@ -83,6 +85,16 @@ class Hosts:
         self.prefix = f"ruda{os.getpid()}"
         self.tools = folder / "tools"
         self.extensions = folder / "extensions"
+        self.services: tuple[str, ...] = ()
+        self.settings = {
+            "PATH": os.pathsep.join([str(self.tools), str(Path(sys.executable).parent), os.environ["PATH"]]),
+            "PYTHONPATH": str(ROOT),
+            "OMP_NUM_THREADS": "1",
+            "DS_ACCELERATOR": "cpu",
+            "TORCH_EXTENSIONS_DIR": str(self.extensions),
+            "OMPI_ALLOW_RUN_AS_ROOT": "1",
+            "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1",
+        }
         shutil.copytree(extensions, self.extensions)
 
     def __enter__(self) -> Hosts:
@@ -145,10 +157,11 @@ class Hosts:
         return sent
 
     def left(self, within_s: float) -> dict[str, list[str]]:
-        """Command lines, by host, of the processes that are still there after ``within_s`` seconds."""
+        """Command lines, by host, of the processes still there after ``within_s`` seconds, but ``services``."""
         deadline = time.monotonic() + within_s
         while True:
-            found = {host: [_command(pid) for pid in self.processes(host)] for host in self.names}
+            seen = {host: [_command(pid) for pid in self.processes(host)] for host in self.names}
+            found = {host: [c for c in seen[host] if not c.startswith(self.services)] for host in self.names}
             found = {host: commands for host, commands in found.items() if commands}
             if not found or time.monotonic() > deadline:
                 return found
@@ -176,22 +189,12 @@ class Hosts:
 
     def start(self, command: list[str], output: Path, **environ: str) -> subprocess.Popen:
         """Start a command on the first host, its output in a file."""
-        path = os.pathsep.join([str(self.tools), str(Path(sys.executable).parent), os.environ["PATH"]])
         kept = {n: v for n, v in os.environ.items() if not n.startswith(("PMI", "OMPI", "SLURM", "MASTER", "GLOO"))}
-        settings = {
-            "PATH": path,
-            "PYTHONPATH": str(ROOT),
-            "OMP_NUM_THREADS": "1",
-            "DS_ACCELERATOR": "cpu",
-            "TORCH_EXTENSIONS_DIR": str(self.extensions),
-            "OMPI_ALLOW_RUN_AS_ROOT": "1",
-            "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1",
-        }
         inner = " ".join(f"'{word}'" for word in command)
         with output.open("w") as log:
             return subprocess.Popen(
                 [str(self.tools / "ssh"), self.names[0], f"cd '{ROOT}'; exec {inner}"],
-                env={**kept, **settings, **environ},
+                env={**kept, **self.settings, **environ},
                 stdout=log,
                 stderr=subprocess.STDOUT,
                 stdin=subprocess.DEVNULL,
@@ -262,5 +265,5 @@ def _command(pid: int) -> str:
 
 def _is_rank(pid: int) -> bool:
     """A Python whose environment, as it was started, has a rank; mpirun's own agents have none."""
-    names = (b"PMI_RANK=", b"OMPI_COMM_WORLD_RANK=", b"\0RANK=")
+    names = (b"PMI_RANK=", b"OMPI_COMM_WORLD_RANK=", b"SLURM_PROCID=", b"\0RANK=")
     return b"python" in _read(pid, "cmdline").split(b"\0")[0] and any(n in _read(pid, "environ") for n in names)
