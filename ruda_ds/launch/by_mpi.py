@@ -83,7 +83,7 @@ def _reachable_address(world: Any, facts: Facts, everyone: list[Facts]) -> Agree
     if world.rank == 0:
         given = facts.settings.get("MASTER_ADDR")
         addresses = [given] if given else [address for _, address in own_addresses()]
-        token, port = secrets.token_hex(8), int(facts.settings.get("MASTER_PORT", 0))
+        token, port = secrets.token_hex(8), int(facts.settings.get("MASTER_PORT", 0)) or free_port()
         desk = open_desk([port], token)
         taken = f"port {port} is taken on {facts.host}, where rank 0 is" if desk is None else None
         offer = (addresses, desk.port if desk is not None else 0, token, taken)

@@ -16,12 +16,12 @@ from ruda_ds.errors import LaunchError
 from ruda_ds.launch.claims import Claim, contradictions, number
 from ruda_ds.launch.desk import join, open_desk
 from ruda_ds.launch.facts import Agreement, Facts, check_facts, settings_of
-from ruda_ds.launch.interfaces import LOOPBACK, interface_of, interface_towards, resolve
+from ruda_ds.launch.interfaces import FIRST_PORT, LAST_PORT, LOOPBACK, interface_of, interface_towards, resolve
 from ruda_ds.launch.slurm import expand_hosts
 
 # A batch system may start the tasks of a step minutes apart.
 MEETING_S = 300.0
-PORTS, FIRST_PORT, LAST_PORT = 8, 20000, 30000  # below the range that the kernel gives to clients
+PORTS = 8
 
 
 def slurm_ports(environ: Mapping[str, str]) -> list[int]:

@@ -3,11 +3,17 @@
 from __future__ import annotations
 
 import ipaddress
+import secrets
 import socket
 import struct
 from pathlib import Path
 
+from ruda_ds.errors import LaunchError
+
 LOOPBACK = "127.0.0.1"
+# Below the range from which the kernel takes ports for clients: what is free is still free when a rank listens on it,
+# seconds later.
+FIRST_PORT, LAST_PORT = 20000, 30000
 _LIST_ADDRESSES, _FLAGS = 0x8912, 0x8913  # SIOCGIFCONF, SIOCGIFFLAGS of Linux
 _UP, _IS_LOOPBACK = 0x1, 0x8
 _ENTRY = 40  # bytes of a struct ifreq on 64 bits
@@ -108,7 +114,17 @@ def default_interface() -> str | None:
 
 
 def free_port() -> int:
-    """A TCP port that was free on this host a moment ago."""
-    with socket.socket() as probe:
-        probe.bind((LOOPBACK, 0))
-        return int(probe.getsockname()[1])
+    """A TCP port that was free on this host a moment ago; by chance, so that jobs that start together differ.
+
+    Raises:
+        LaunchError: none of a hundred was.
+    """
+    for _ in range(100):
+        port = FIRST_PORT + secrets.randbelow(LAST_PORT - FIRST_PORT)
+        with socket.socket() as probe:
+            try:
+                probe.bind(("", port))
+            except OSError:
+                continue
+            return port
+    raise LaunchError(f"none of 100 ports between {FIRST_PORT} and {LAST_PORT} is free on {socket.gethostname()}")
