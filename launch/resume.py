@@ -11,8 +11,7 @@ from pathlib import Path
 
 from corpus import Corpus
 from figures import PREFIX, LoadHistory
-
-from ruda_ds.comm.lost import naming_lost_ranks
+from stop import StopSignals
 
 # The client state's key.
 KEY = "ruda_train"
@@ -51,51 +50,6 @@ def data_rules(args: argparse.Namespace, corpus: Corpus) -> dict[str, object]:
     }
 
 
-class Signals:
-    """SIGTERM and SIGUSR1, which may reach one rank alone, agreed on by all at the end of a micro-batch.
-
-    Each micro-batch starts one small all-reduce and reads that of the micro-batch before, which has long arrived: a
-    signal is answered one micro-batch later, and no rank waits.
-    """
-
-    def __init__(self) -> None:
-        import torch.distributed as dist
-
-        self.received = 0
-        self._group = dist.new_group(backend="gloo")  # flags stay on the host, whatever the gradients travel by
-        self._pending: tuple | None = None
-        self._before = {number: signal.signal(number, self._note) for number in (signal.SIGTERM, signal.SIGUSR1)}
-
-    def _note(self, number: int, frame: object) -> None:
-        self.received = number
-
-    def agreed(self) -> int:
-        """The signal that some rank had received at the micro-batch before; 0 for none. The same on every rank."""
-        import torch
-        import torch.distributed as dist
-
-        asked = self._read()
-        if not asked:
-            flag = torch.tensor([self.received])
-            self._pending = flag, dist.all_reduce(flag, op=dist.ReduceOp.MAX, group=self._group, async_op=True)
-        return asked
-
-    def _read(self) -> int:
-        if self._pending is None:
-            return 0
-        flag, handle = self._pending
-        self._pending = None
-        with naming_lost_ranks(None, "the agreement on signals"):
-            handle.wait()
-        return int(flag)
-
-    def close(self) -> None:
-        """Give the signals back; a collective where an answer is still on the way."""
-        self._read()
-        for number, handler in self._before.items():
-            signal.signal(number, handler)
-
-
 class Journey:
     """A run's position, and the checkpoints along the way.
 
@@ -104,14 +58,18 @@ class Journey:
         corpus: the data.
         engine: with an accumulator.
         loads: of the experts so far, for the picture.
+        signals: they are agreed on from here on.
     """
 
-    def __init__(self, args: argparse.Namespace, corpus: Corpus, engine, loads: LoadHistory) -> None:
+    def __init__(
+        self, args: argparse.Namespace, corpus: Corpus, engine, loads: LoadHistory, signals: StopSignals
+    ) -> None:
         self.engine, self.loads, self.every = engine, loads, args.save_every
         self.output, self.folder = args.output, args.save or args.output / "checkpoints"
         self.rules = data_rules(args, corpus)
         self.position = Position()
-        self.signals, self.asked = Signals(), 0
+        self.signals, self.asked = signals, 0
+        signals.begin()
         self._together = engine.world_size * engine.train_micro_batch_size_per_gpu()
 
     def micro_batch_done(self) -> bool:

@@ -22,6 +22,8 @@ from pathlib import Path
 HERE = Path(__file__).resolve().parent
 sys.path[:0] = [str(HERE)]
 
+from stop import StopSignals  # noqa: E402
+
 
 def quiet() -> None:
     """DeepSpeed's and torch's notes to developers would drown the progress bar."""
@@ -223,7 +225,7 @@ def run_windows(args: argparse.Namespace, corpus, engine, journey, loads: Expert
     return True
 
 
-def train(args: argparse.Namespace) -> None:
+def train(args: argparse.Namespace, signals: StopSignals) -> None:
     """The whole run."""
     from ruda_ds.launch import find_ranks
 
@@ -257,7 +259,7 @@ def train(args: argparse.Namespace) -> None:
             f"{size:,} parameters on {ranks.world_size} ranks (started by: {ranks.launcher})",
             flush=True,
         )
-    journey = Journey(args, corpus, engine, loads.history)
+    journey = Journey(args, corpus, engine, loads.history, signals)
     if args.resume:
         journey.resume(None if args.resume is True else args.resume)
     if run_windows(args, corpus, engine, journey, loads, total):
@@ -310,7 +312,7 @@ def main() -> None:
 
     args = parse(__doc__)
     try:
-        train(args)
+        train(args, StopSignals())
     except KeyboardInterrupt:
         sys.exit("interrupted")
     except Exception as error:

@@ -113,10 +113,10 @@ class Running:
         self.last = hosts.names[-1]
         assert len(hosts.ranks(self.last)) == slots[-1]
 
-    def ends(self) -> str:
+    def ends(self, slack_s: float = 15) -> str:
         """Its output; the launcher has failed in time, and nothing is left anywhere."""
         # The limit, the guard's grace, SIGTERM to SIGKILL, and a busy machine.
-        code, said, _ = finish(self.job, self.log, LIMIT_S + GRACE_S + 3 + 15)
+        code, said, _ = finish(self.job, self.log, LIMIT_S + GRACE_S + 3 + slack_s)
         assert code != 0
         assert self.hosts.left(LIMIT_S) == {}
         return said
@@ -125,5 +125,5 @@ class Running:
 def names_the_lost_rank(said: str, survivors: list[int], host: str) -> None:
     """Each survivor has said who is lost, on which host, and where it stood itself."""
     for rank in survivors:
-        words = rf"rank {rank} \(host h\d\), in [a-z ]+, ends: .*rank \d+.*host {host}"
+        words = rf"rank {rank} (\(host h\d\), in [a-z ]+, ends|failed): .*rank \d+.*host {host}"
         assert re.search(words, said), said[-4000:]

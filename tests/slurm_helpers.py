@@ -77,7 +77,8 @@ class Slurm:
         (folder / "cgroup.conf").write_text(
             "CgroupPlugin=cgroup/v1\n"
         )  # else it looks for one, and a namespace has none
-        hosts.services = ("slurmctld ", "slurmd ", ": slurmscriptd")
+        # A step's own daemon goes on trying to tell a host that is lost of its end.
+        hosts.services = ("slurmctld ", "slurmd ", "slurmstepd: ", ": slurmscriptd")
         hosts.settings["SLURM_CONF"] = str(folder / "slurm.conf")
 
     def __enter__(self) -> Slurm:

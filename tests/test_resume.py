@@ -41,6 +41,7 @@ def go(arguments, rank, after, number):
     import resume
     import train
     from options import parse
+    from stop import StopSignals
 
     done, calls = resume.Journey.micro_batch_done, []
 
@@ -53,7 +54,7 @@ def go(arguments, rank, after, number):
     resume.Journey.micro_batch_done = micro_batch_done
     said = io.StringIO()
     with contextlib.redirect_stdout(said):
-        train.train(parse(None, arguments))
+        train.train(parse(None, arguments), StopSignals())
     return len(calls), said.getvalue()
 
 
@@ -150,8 +151,15 @@ def test_another_dataset_window_or_seed_is_refused_with_what_differs(tmp_path, c
     assert "sequence length" not in said
 
 
+def catches(pid: int, number: int) -> bool:
+    """Whether a process has a handler for a signal."""
+    lines = Path(f"/proc/{pid}/status").read_text().splitlines()
+    mask = next(int(line.split()[1], 16) for line in lines if line.startswith("SigCgt:"))
+    return bool(mask >> (number - 1) & 1)
+
+
 def test_a_process_that_is_asked_to_end_ends_well_and_resumes(tmp_path, corpus):
-    """Plain python, SIGTERM from outside at whatever moment; the figures are those of one run."""
+    """Plain python, SIGUSR1 while it starts, SIGTERM at whatever moment later; the figures are those of one run."""
     command = [
         sys.executable,
         TRAIN,
@@ -163,9 +171,15 @@ def test_a_process_that_is_asked_to_end_ends_well_and_resumes(tmp_path, corpus):
         "--tokens-per-step",
         "300",
     ]
-    running = subprocess.Popen(
-        [*command, "--epochs", "500"], env=environment(), cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.STDOUT
-    )
+    options = {"env": environment(), "cwd": ROOT, "stdout": subprocess.PIPE, "stderr": subprocess.STDOUT}
+    running = subprocess.Popen([*command, "--epochs", "500"], **options)
+    while not catches(running.pid, signal.SIGUSR1):
+        time.sleep(0.01)
+    running.send_signal(signal.SIGUSR1)
+    said = running.communicate(timeout=100)[0].decode()
+    assert running.returncode == 0, said
+    assert "SIGUSR1: saved after micro-batch 2 of window 1" in said
+    running = subprocess.Popen([*command, "--resume", "--epochs", "500"], **options)
     while not list((tmp_path / "monitor").glob("*loss.csv")) and running.poll() is None:
         time.sleep(0.05)
     running.send_signal(signal.SIGTERM)

@@ -5,13 +5,18 @@ from __future__ import annotations
 import os
 import sys
 import time
+import traceback
 
 # The ranks that wait for one that failed get this long to say why they end, before MPI ends them.
 GRACE_S = 5.0
 
 
 def announce(error: BaseException) -> None:
-    """Tell the other ranks of the error that ends this one, if its watchdog has begun."""
+    """Say which rank this error ends, and tell the other ranks, if this one's watchdog has begun."""
+    if int(os.environ.get("WORLD_SIZE", "1")) > 1:
+        # The guard of a launcher looks for these words.
+        said = traceback.format_exception_only(error)[-1].strip()
+        print(f"ruda_ds.launch: rank {os.environ.get('RANK')} failed: {said}", file=sys.stderr, flush=True)
     phase = sys.modules.get("ruda_ds.comm.phase")  # without it there is no watchdog, and nothing to load it for
     if phase is not None and phase.PHASES.watchdog is not None:
         phase.PHASES.watchdog.announce(error)
