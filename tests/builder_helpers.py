@@ -8,10 +8,11 @@ from __future__ import annotations
 import json
 import os
 import stat
-import subprocess
 import sys
 import warnings
 from pathlib import Path
+
+import forked
 
 ROOT = Path(__file__).resolve().parent.parent
 BARE = """#include <Python.h>
@@ -63,17 +64,16 @@ def compiled(folder: Path) -> int:
 
 
 def command(folder: Path, explicit: bool = False) -> list[str]:
-    """The command that loads the operator of a folder in a process of its own."""
-    return [sys.executable, __file__, str(folder), "explicit" if explicit else "auto"]
+    """The Python program, with its arguments, that loads the operator of a folder in a process of its own."""
+    return [__file__, str(folder), "explicit" if explicit else "auto"]
 
 
 def load(folder: Path, environment: dict[str, str], explicit: bool = False) -> dict:
     """What loading in a process of its own gave: ready, reason, warnings, error; and what it printed."""
-    done = subprocess.run(
-        command(folder, explicit), cwd=ROOT, env=environment, capture_output=True, text=True, timeout=120
-    )
-    assert done.returncode == 0, done.stderr
-    return {**json.loads(done.stdout.splitlines()[-1]), "printed": done.stderr}
+    code, said = forked.run(command(folder, explicit), environment, ROOT, 120)
+    assert code == 0, said
+    printed, _, result = said.rstrip().rpartition("\n")
+    return {**json.loads(result), "printed": printed}
 
 
 def main() -> None:

@@ -1,6 +1,7 @@
 """The op builder where something is missing, broken, stale, or built elsewhere. Every build here is real."""
 
 import json
+import multiprocessing
 import os
 import signal
 import subprocess
@@ -10,6 +11,7 @@ import warnings
 from pathlib import Path
 
 import builder_helpers as helpers
+import forked
 import pytest
 import torch
 
@@ -17,6 +19,12 @@ from ruda_ds.errors import BuildError
 from ruda_ds.ops import build_lock, build_record, build_tools, builder, self_check
 
 ROOT = Path(__file__).resolve().parent.parent
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _server():
+    """Before a test says where to build, and with what."""
+    forked.ready()
 
 
 @pytest.fixture
@@ -259,12 +267,11 @@ def test_a_binary_for_several_cards_serves_each_of_them(built, wanted, fits):
 # --- locks, killed builds, several ranks ----------------------------------------------------------------------------
 
 
-def start_ranks(folder: Path, count: int) -> list[subprocess.Popen]:
+def start_ranks(folder: Path, count: int) -> list[multiprocessing.Process]:
     """Ranks that load the operator at once; returns when one builds, which waits for `let_go`, and all others wait."""
-    ranks = []
-    for rank in range(count):
-        with open(folder / f"out{rank}", "w") as out, open(folder / f"err{rank}", "w") as err:
-            ranks.append(subprocess.Popen(helpers.command(folder), stdout=out, stderr=err, start_new_session=True))
+    ranks = [
+        forked.start(helpers.command(folder), folder / f"log{rank}", dict(os.environ), ROOT) for rank in range(count)
+    ]
     end = time.monotonic() + 120
     while helpers.compiled(folder) == 0 or printed_by(folder).count("waiting for process") < count - 1:
         assert time.monotonic() < end, printed_by(folder)
@@ -274,14 +281,14 @@ def start_ranks(folder: Path, count: int) -> list[subprocess.Popen]:
 
 def printed_by(folder: Path) -> str:
     """What all ranks have said so far."""
-    return "".join(path.read_text() for path in sorted(folder.glob("err*")))
+    return "".join(path.read_text() for path in sorted(folder.glob("log*")))
 
 
-def let_go(folder: Path, ranks: list[subprocess.Popen]) -> list[dict]:
+def let_go(folder: Path, ranks: list[multiprocessing.Process]) -> list[dict]:
     """What each rank found."""
     (folder / "go").touch()
-    assert [rank.wait(timeout=120) for rank in ranks] == [0] * len(ranks), printed_by(folder)
-    return [json.loads((folder / f"out{rank}").read_text().splitlines()[-1]) for rank in range(len(ranks))]
+    assert [forked.wait(rank, 120) for rank in ranks] == [0] * len(ranks), printed_by(folder)
+    return [json.loads((folder / f"log{rank}").read_text().splitlines()[-1]) for rank in range(len(ranks))]
 
 
 HOLD = "while [ ! -e {}/go ]; do sleep 0.1; done"
@@ -308,7 +315,7 @@ def test_a_build_that_was_killed_is_taken_over(place, monkeypatch):
     monkeypatch.setenv("CXX", str(helpers.counting_compiler(place, HOLD.format(place))))
     (rank,) = start_ranks(place, 1)
     os.killpg(rank.pid, signal.SIGKILL)
-    rank.wait()
+    rank.join()
     (place / "go").touch()  # should its compiler have outlived it
     monkeypatch.setenv("CXX", str(helpers.counting_compiler(place)))
     result = helpers.load(place, dict(os.environ), explicit=True)

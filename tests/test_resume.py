@@ -11,9 +11,10 @@ import sys
 import time
 from pathlib import Path
 
+import forked
 import pytest
 import torch
-from test_train import SMALL, TRAIN, environment, run, table
+from test_train import SMALL, TRAIN, environment, run_forked, table
 
 from ruda_ds.checkpoint import Manifest
 from ruda_ds.cli.convert import main as convert
@@ -160,37 +161,32 @@ def catches(pid: int, number: int) -> bool:
 
 def test_a_process_that_is_asked_to_end_ends_well_and_resumes(tmp_path, corpus):
     """Plain python, SIGUSR1 while it starts, SIGTERM at whatever moment later; the figures are those of one run."""
-    command = [
-        sys.executable,
-        TRAIN,
-        "--data",
-        corpus,
-        "--output",
-        str(tmp_path),
-        *SMALL[2:],
-        "--tokens-per-step",
-        "300",
-    ]
-    options = {"env": environment(), "cwd": ROOT, "stdout": subprocess.PIPE, "stderr": subprocess.STDOUT}
-    running = subprocess.Popen([*command, "--epochs", "500"], **options)
+    command = [TRAIN, "--data", corpus, "--output", str(tmp_path), *SMALL[2:], "--tokens-per-step", "300"]
+    running = subprocess.Popen(
+        [sys.executable, *command, "--epochs", "500"],
+        env=environment(),
+        cwd=ROOT,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+    )
     while not catches(running.pid, signal.SIGUSR1):
         time.sleep(0.01)
     running.send_signal(signal.SIGUSR1)
     said = running.communicate(timeout=100)[0].decode()
     assert running.returncode == 0, said
     assert "SIGUSR1: saved after micro-batch 2 of window 1" in said
-    running = subprocess.Popen([*command, "--resume", "--epochs", "500"], **options)
-    while not list((tmp_path / "monitor").glob("*loss.csv")) and running.poll() is None:
+    resuming = forked.start([*command, "--resume", "--epochs", "500"], tmp_path / "log", environment(), ROOT)
+    while not list((tmp_path / "monitor").glob("*loss.csv")) and resuming.is_alive():
         time.sleep(0.05)
-    running.send_signal(signal.SIGTERM)
-    said = running.communicate(timeout=100)[0].decode()
-    assert running.returncode == 0, said
+    os.kill(resuming.pid, signal.SIGTERM)
+    code, said = forked.wait(resuming, 100), (tmp_path / "log").read_text()
+    assert code == 0, said
     assert "SIGTERM: saved after micro-batch" in said
     tag = (tmp_path / "checkpoints" / "latest").read_text()
     steps = Manifest.read(tmp_path / "checkpoints" / tag).global_steps
     (tmp_path / "monitor" / "Train_Window_loss.csv").open("a").write(f"{steps + 9},7.5\n")  # of a later window, lost
-    assert f"resumed from {tmp_path / 'checkpoints' / tag}" in run(
-        [*command, "--resume", "--epochs", "500", "--steps", str(steps + 2)]
+    assert f"resumed from {tmp_path / 'checkpoints' / tag}" in run_forked(
+        [*command[1:], "--resume", "--epochs", "500", "--steps", str(steps + 2)]
     )
     assert [row["step"] for row in table(tmp_path)] == list(range(1, steps + 3))
     with (tmp_path / "metrics.csv").open() as lines:

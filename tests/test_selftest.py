@@ -1,9 +1,7 @@
-"""ruda-selftest: run as a command, and its verdicts."""
+"""ruda-selftest and its verdicts."""
 
 import json
 import math
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -17,16 +15,11 @@ ROOT = Path(__file__).resolve().parent.parent
 CASE = Case("even", 1, "float32", "float32")
 
 
-def test_ours_is_within_bounds_and_stock_far_off_where_counts_differ():
-    done = subprocess.run(
-        [sys.executable, "-m", "ruda_ds.cli.selftest", "--world", "1,2", "--json"],
-        cwd=ROOT,
-        capture_output=True,
-        text=True,
-        timeout=300,
-    )
-    assert done.returncode == 0, done.stdout + done.stderr
-    report = json.loads(done.stdout)
+def test_ours_is_within_bounds_and_stock_far_off_where_counts_differ(capsys):
+    code = selftest.main(["--world", "1,2", "--json"])
+    said = capsys.readouterr().out
+    assert code == 0, said
+    report = json.loads(said)
     assert report["ok"]
     assert len(report["rows"]) == 2 * len(selftest.CASES)
     for row in report["rows"]:

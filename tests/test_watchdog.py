@@ -2,11 +2,10 @@
 
 import os
 import re
-import subprocess
-import sys
 import time
 from pathlib import Path
 
+import forked
 import pytest
 import torch
 import torch.distributed as dist
@@ -95,20 +94,21 @@ def test_processes_of_their_own_end_in_time_and_say_why(tmp_path, what, culprit)
     port, kept = free_port(), {**os.environ, "DS_ACCELERATOR": "cpu", "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
     where = {"WORLD_SIZE": "3", "LOCAL_SIZE": "3", "LOCAL_WORLD_SIZE": "3", "MASTER_ADDR": "127.0.0.1"}
     kept |= {**where, "MASTER_PORT": str(port), "GLOO_SOCKET_IFNAME": "lo"}
-    ranks, logs = [], [tmp_path / f"log_{rank}" for rank in range(3)]
-    for rank, log in enumerate(logs):
-        with log.open("w") as out:
-            command = [sys.executable, "-c", PROGRAM, what, str(culprit)]
-            environ = {**kept, "RANK": str(rank), "LOCAL_RANK": str(rank)}
-            ranks.append(subprocess.Popen(command, env=environ, cwd=tmp_path, stdout=out, stderr=subprocess.STDOUT))
+    logs = [tmp_path / f"log_{rank}" for rank in range(3)]
+    ranks = [
+        forked.start(
+            ["-c", PROGRAM, what, culprit], log, {**kept, "RANK": str(rank), "LOCAL_RANK": str(rank)}, tmp_path
+        )
+        for rank, log in enumerate(logs)
+    ]
     others = [rank for rank in range(3) if rank != culprit]
     try:
-        codes = [ranks[rank].wait(RUN_S) for rank in others]
+        codes = [forked.wait(ranks[rank], RUN_S) for rank in others]
         ended = time.time()
     finally:
         for process in ranks:
             process.kill()
-            process.wait()
+            process.join()
     assert all(codes), codes
     assert ended - float(logs[culprit].read_text().partition("began ")[2].split()[0]) < LIMIT_S + 3
     for rank in others:
