@@ -2,7 +2,6 @@
 
 import json
 import math
-from pathlib import Path
 
 import pytest
 import torch
@@ -11,7 +10,6 @@ from ruda_ds.cli import selftest
 from ruda_ds.cli.oracle import ROWS, Case, data, shares, worst
 from ruda_ds.errors import RankFailedError
 
-ROOT = Path(__file__).resolve().parent.parent
 CASE = Case("even", 1, "float32", "float32")
 
 
