@@ -49,3 +49,6 @@ def warm_up() -> None:
 
 
 warm_up()
+# A fork inherits what is still in the buffers, and would say it again, each rank once.
+sys.stdout.flush()
+sys.stderr.flush()
