@@ -214,7 +214,7 @@ def test_a_lower_cpu_level_can_be_asked_for(monkeypatch, level, flag):
     ("field", "value", "reason"),
     [
         ("torch", "2.6.0", "its torch is 2.6.0, here it is"),
-        ("cpu", ["x86_64", "no_such_feature"], "it was built on another kind of CPU (only there: no_such_feature; only here: "),
+        ("cpu", ["x86_64", "none_such"], "it was built on another kind of CPU (only there: none_such; only here: "),
         ("compiler", "g++ 4.8", "its compiler is g++ 4.8, here it is"),
         ("sources", {}, "its sources have changed (headers, tiny.cpp)"),
         (None, None, "it has no build record"),
@@ -441,9 +441,9 @@ def test_an_ahead_of_time_build_is_used_where_it_belongs_only(place, tmp_path):
     assert f"loaded from {binary} but does not register ruda::fused_experts" in error
     assert not (tmp_path / "extensions").exists()
     record = builder.ahead_record(Path(binary))
-    record.write_text(json.dumps({**json.loads(record.read_text()), "cpu": ["x86_64", "no_such_feature"]}))
+    record.write_text(json.dumps({**json.loads(record.read_text()), "cpu": ["x86_64", "none_such"]}))
     _, reason, error, printed = see()
-    assert "another kind of CPU (only there: no_such_feature" in reason
+    assert "another kind of CPU (only there: none_such" in reason
     assert f"not using {binary}: it was built on another kind of CPU" in printed
     assert str(tmp_path / "extensions") in error
 
