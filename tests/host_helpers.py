@@ -210,12 +210,14 @@ class Hosts:
 
 
 def build_extensions(folder: Path) -> Path:
-    """A folder with what DeepSpeed compiles at its start: the common one's content, brought up to date."""
+    """A folder with what a first start compiles: the common one's content, brought up to date."""
     from torch.utils.cpp_extension import get_default_build_root
 
     root = Path(os.environ.get("TORCH_EXTENSIONS_DIR") or get_default_build_root())
-    for place in [place.parent for place in root.rglob("deepspeed_shm_comm.so")][:1]:
-        shutil.copytree(place, folder / place.name, ignore=shutil.ignore_patterns("lock", "*_lock"))
+    for name in ("deepspeed_shm_comm", "ruda_fused_experts_*"):
+        for library in root.rglob(f"{name}.so"):
+            place = library.parent
+            shutil.copytree(place, folder / place.name, ignore=shutil.ignore_patterns("lock"), dirs_exist_ok=True)
     command = [sys.executable, "-m", "ruda_ds.cli.warm"]
     environ = {**os.environ, "TORCH_EXTENSIONS_DIR": str(folder), "DS_ACCELERATOR": "cpu", "PYTHONPATH": str(ROOT)}
     subprocess.run(command, env=environ, check=True, capture_output=True, timeout=300, cwd=ROOT)

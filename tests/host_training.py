@@ -46,8 +46,10 @@ TINY = [
     "1",
     "--sample=",
 ]
-SWITCH = "RUDA_HOST_TESTS=1 runs these: several hosts in network namespaces, minutes each"
-REASON = SWITCH if os.environ.get("RUDA_HOST_TESTS") != "1" else why_not()
+IMPOSSIBLE = why_not()
+ASKED_FOR = os.environ.get("RUDA_HOST_TESTS") == "1"
+on_hosts = pytest.mark.skipif(IMPOSSIBLE is not None, reason=str(IMPOSSIBLE))
+if_asked = pytest.mark.skipif(not ASKED_FOR, reason="RUDA_HOST_TESTS=1 runs these too: half an hour in all")
 
 
 def _installed(variable: str, word: str):

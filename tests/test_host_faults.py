@@ -1,6 +1,6 @@
 """Several hosts for real, over network namespaces: what happens when one of them fails.
 
-RUDA_HOST_TESTS=1 runs it (about ten minutes).
+RUDA_HOST_TESTS=1 runs all of it (five minutes), without it only the first.
 RUDA_OPENMPI and RUDA_INTELMPI as in test_hosts.py.
 """
 
@@ -11,11 +11,22 @@ import signal
 
 import pytest
 from host_helpers import Hosts, await_save, finish
-from host_training import GRACE_S, LIMIT_S, REASON, Running, intel_mpi, mpi, names_the_lost_rank, open_mpi, train
+from host_training import (
+    GRACE_S,
+    LIMIT_S,
+    Running,
+    if_asked,
+    intel_mpi,
+    mpi,
+    names_the_lost_rank,
+    on_hosts,
+    open_mpi,
+    train,
+)
 
 from ruda_ds.cli.convert import main as convert
 
-pytestmark = [pytest.mark.skipif(REASON is not None, reason=str(REASON)), pytest.mark.slow]
+pytestmark = [on_hosts, pytest.mark.slow]
 packet_filter = pytest.mark.skipif(shutil.which("iptables") is None, reason="iptables is not installed")
 
 
@@ -26,6 +37,7 @@ def test_a_link_that_goes_down(tmp_path, built, text):
         names_the_lost_rank(run.ends(), [0, 1], run.last)
 
 
+@if_asked
 @pytest.mark.parametrize("slots", [[2, 2], [2, 1, 1]])
 def test_ranks_of_a_host_are_stopped(tmp_path, built, text, slots):
     with Hosts(len(slots), tmp_path, built) as hosts:
@@ -35,6 +47,7 @@ def test_ranks_of_a_host_are_stopped(tmp_path, built, text, slots):
         names_the_lost_rank(run.ends(), [0, 1], run.last)
 
 
+@if_asked
 def test_a_whole_host_is_stopped(tmp_path, built, text):
     """Its agent too, as where a machine hangs. What is stopped stays until somebody kills it there: a test does."""
     with Hosts(2, tmp_path, built) as hosts:
@@ -48,6 +61,7 @@ def test_a_whole_host_is_stopped(tmp_path, built, text):
         assert hosts.left(LIMIT_S) == {}
 
 
+@if_asked
 @pytest.mark.parametrize(
     ("prefix", "name"), [(None, "MPICH"), open_mpi("Open MPI"), intel_mpi("Intel MPI")], ids=["mpich", "open", "intel"]
 )
@@ -69,6 +83,7 @@ def test_a_host_is_killed(tmp_path, built, text, prefix, name, who):
             ), said
 
 
+@if_asked
 @packet_filter
 def test_all_packets_to_a_host_are_lost(tmp_path, built, text):
     with Hosts(2, tmp_path, built) as hosts:
@@ -77,6 +92,7 @@ def test_all_packets_to_a_host_are_lost(tmp_path, built, text):
         names_the_lost_rank(run.ends(), [0, 1], run.last)
 
 
+@if_asked
 @packet_filter
 @pytest.mark.skipif(shutil.which("tc") is None, reason="iproute2's tc is not installed")
 def test_a_lossy_and_slow_link_slows_training_and_does_not_end_it(tmp_path, built, text, one_host):
@@ -87,6 +103,7 @@ def test_a_lossy_and_slow_link_slows_training_and_does_not_end_it(tmp_path, buil
     assert found == one_host
 
 
+@if_asked
 @pytest.mark.parametrize("fault", ["killed", "stopped", "cut off"])
 def test_a_host_fails_while_saving(tmp_path, built, text, fault):
     """The last complete checkpoint stands, and the run goes on from it once the host is back."""

@@ -1,14 +1,14 @@
 """Several hosts for real, over network namespaces: whoever starts the training program, its losses are the same.
 
-RUDA_HOST_TESTS=1 runs it (some minutes).
+RUDA_HOST_TESTS=1 runs all of it (four minutes), without it only the first.
 RUDA_OPENMPI=/path/to/prefix, of an Open MPI beside the MPICH in PATH, adds its mpirun; RUDA_INTELMPI an Intel MPI's.
 """
 
 import pytest
 from host_helpers import Hosts
-from host_training import REASON, intel_mpi, mpi, open_mpi, train
+from host_training import if_asked, intel_mpi, mpi, on_hosts, open_mpi, train
 
-pytestmark = [pytest.mark.skipif(REASON is not None, reason=str(REASON)), pytest.mark.slow]
+pytestmark = [on_hosts, pytest.mark.slow]
 
 
 def test_two_hosts_of_mpich_equal_one(tmp_path, built, text, one_host):
@@ -17,12 +17,14 @@ def test_two_hosts_of_mpich_equal_one(tmp_path, built, text, one_host):
     assert found == one_host
 
 
+@if_asked
 def test_three_uneven_hosts_of_mpich_equal_one(tmp_path, built, text, one_host):
     with Hosts(3, tmp_path, built) as hosts:
         found, _ = train(hosts, mpi(hosts.hostfile(tmp_path, [1, 2, 1])), text, tmp_path)
     assert found == one_host
 
 
+@if_asked
 @pytest.mark.parametrize("slots", [[2, 2], [2, 1, 1]])
 @pytest.mark.parametrize(("prefix", "name"), [open_mpi("Open MPI"), intel_mpi("Intel MPI")])
 def test_hosts_of_another_mpi_equal_one(tmp_path, built, text, one_host, prefix, name, slots):
@@ -33,6 +35,7 @@ def test_hosts_of_another_mpi_equal_one(tmp_path, built, text, one_host, prefix,
     assert found == one_host
 
 
+@if_asked
 @pytest.mark.parametrize(
     ("prefix", "launcher"), [(None, "mpich"), (None, "pdsh"), open_mpi("openmpi"), intel_mpi("impi")]
 )

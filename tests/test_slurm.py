@@ -1,6 +1,6 @@
 """A real SLURM over several hosts: its own daemons in network namespaces, `launch/slurm.sbatch`, srun, and failures.
 
-RUDA_HOST_TESTS=1 runs it (about five minutes) where SLURM's programs are installed.
+RUDA_HOST_TESTS=1 runs it (ten minutes) where SLURM's programs are installed.
 """
 
 import csv
@@ -10,13 +10,13 @@ import signal
 
 import pytest
 from host_helpers import Hosts, finish
-from host_training import REASON, SMALL, Running, losses, names_the_lost_rank, train
+from host_training import ASKED_FOR, IMPOSSIBLE, SMALL, Running, if_asked, losses, names_the_lost_rank, on_hosts, train
 from slurm_helpers import Slurm, why_no_slurm
 
 from ruda_ds.cli.convert import main as convert
 
-pytestmark = [pytest.mark.skipif(REASON is not None, reason=str(REASON)), pytest.mark.slow]
-if REASON is None:
+pytestmark = [on_hosts, if_asked, pytest.mark.slow]
+if ASKED_FOR and IMPOSSIBLE is None:
     pytestmark.append(pytest.mark.skipif(why_no_slurm() is not None, reason=str(why_no_slurm())))
 SRUN = ["srun", "--kill-on-bad-exit=1"]
 RANKS = ["python", "-m", "ruda_ds.launch"]
