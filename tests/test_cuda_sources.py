@@ -25,25 +25,46 @@ KERNELS = sorted((CSRC / "cuda").glob("*.cu"))
 CUDA_HEADERS = Path("/usr/local/cuda/include")
 
 
-@pytest.mark.skipif(shutil.which("nvcc") is None, reason="no nvcc")
-def test_the_kernels_compile_and_spill_nothing(tmp_path):
+FAULTS = {
+    "a wait that is one group short": ("mma_kernel.cuh", "await_copies<kStages - 2>()", "await_copies<kStages - 1>()"),
+    "no barrier before a tile is read": ("mma_kernel.cuh", "    sync_threads();  // this", "    // this"),
+}
+
+
+@pytest.fixture(scope="module")
+def compiling(tmp_path_factory):
+    """Name -> the future of what is compiled, two at a time, while other tests run; the kernels by architecture."""
+    folder, jobs = tmp_path_factory.mktemp("compiled"), {}
     with ThreadPoolExecutor(2) as pool:
-        found = list(pool.map(lambda path: spills(path, tmp_path / f"{path.stem}.o", ["80", "90a"]), KERNELS))
-    assert found == [[]] * len(KERNELS)
-    assert KERNELS
+        jobs["emulator"] = pool.submit(compile_library, EMULATOR / "kernels.cpp", folder / "kernels.so")
+        for place, fault in enumerate(FAULTS):
+            jobs[fault] = pool.submit(compile_with_a_fault, folder / str(place), *FAULTS[fault])
+        if shutil.which("nvcc"):
+            for path, arch in product(KERNELS, ("80", "90a")):
+                jobs[path, arch] = pool.submit(spills, path, folder / f"{path.stem}_{arch}.o", arch)
+        if (CUDA_HEADERS / "cuda_runtime_api.h").exists():
+            jobs["glue"] = pool.submit(compile_glue)
+        yield jobs
 
 
-@pytest.mark.skipif(not (CUDA_HEADERS / "cuda_runtime_api.h").exists(), reason="no headers of the CUDA runtime")
-def test_the_glue_compiles():
+def compile_with_a_fault(folder: Path, name: str, right: str, wrong: str):
+    """The emulated kernels, with a change in one header."""
+    copy = folder / "csrc"
+    shutil.copytree(CSRC, copy)
+    text = (copy / "cuda" / name).read_text()
+    assert text.count(right) == 1
+    (copy / "cuda" / name).write_text(text.replace(right, wrong))
+    return compile_library(EMULATOR / "kernels.cpp", folder / "kernels.so", copy)
+
+
+def compile_glue() -> subprocess.CompletedProcess:
     torch_headers = Path(torch.__file__).parent / "include"
     folders = [CSRC, torch_headers, CUDA_HEADERS]
     if not (torch_headers / "c10" / "cuda" / "impl" / "cuda_cmake_macros.h").exists():
         folders.append(ROOT / "tests" / "gpu" / "headers")  # a wheel without CUDA
     command = ["c++", "-std=c++20", "-fsyntax-only", "-Wall", "-Wno-unknown-pragmas"]
     command += [f"-isystem{folder}" if folder == torch_headers else f"-I{folder}" for folder in folders]
-    done = subprocess.run([*command, str(CSRC / "cuda" / "glue.cpp")], capture_output=True, text=True, timeout=300)
-    assert done.returncode == 0, done.stderr
-    assert "glue.cpp" not in done.stderr
+    return subprocess.run([*command, str(CSRC / "cuda" / "glue.cpp")], capture_output=True, text=True, timeout=300)
 
 
 def test_nothing_waits_for_the_card_or_knows_torch():
@@ -138,8 +159,8 @@ def test_gate_and_up_columns_alternate_and_each_occurs_once(common, width):
 
 
 @pytest.fixture(scope="module")
-def emulated(tmp_path_factory):
-    return compile_library(EMULATOR / "kernels.cpp", tmp_path_factory.mktemp("emulated") / "kernels.so")
+def emulated(compiling):
+    return compiling["emulator"].result()
 
 
 CASES = [
@@ -243,21 +264,25 @@ def test_swiglu_alone(emulated, dtype, elements):
         assert self_check.relative_error(found, right) <= self_check.LIMITS[dtype]
 
 
-FAULTS = {
-    "a wait that is one group short": ("mma_kernel.cuh", "await_copies<kStages - 2>()", "await_copies<kStages - 1>()"),
-    "no barrier before a tile is read": ("mma_kernel.cuh", "    sync_threads();  // this", "    // this"),
-}
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize("fault", FAULTS)
-def test_the_emulator_sees_a_fault(tmp_path, fault):
-    copy = tmp_path / "csrc"
-    shutil.copytree(CSRC, copy)
-    name, right, wrong = FAULTS[fault]
-    text = (copy / "cuda" / name).read_text()
-    assert text.count(right) == 1
-    (copy / "cuda" / name).write_text(text.replace(right, wrong))
-    library = compile_library(EMULATOR / "kernels.cpp", tmp_path / "kernels.so", copy)
-    case = Emulated(library, (40, 0, 15), 136, 72, torch.bfloat16)
+def test_the_emulator_sees_a_fault(compiling, fault):
+    case = Emulated(compiling[fault].result(), (40, 0, 15), 136, 72, torch.bfloat16)
     assert max(case.errors(case.run([None] * 3)).values()) > self_check.LIMITS[torch.bfloat16]
+
+
+# --- what the CUDA toolkit says: last, for it takes longest ---------------------------------------------------------
+
+
+@pytest.mark.skipif(shutil.which("nvcc") is None, reason="no nvcc")
+def test_the_kernels_compile_and_spill_nothing(compiling):
+    found = {job: compiling[job].result() for job in product(KERNELS, ("80", "90a"))}
+    assert found
+    assert not any(found.values()), found
+
+
+@pytest.mark.skipif(not (CUDA_HEADERS / "cuda_runtime_api.h").exists(), reason="no headers of the CUDA runtime")
+def test_the_glue_compiles(compiling):
+    done = compiling["glue"].result()
+    assert done.returncode == 0, done.stderr
+    assert "glue.cpp" not in done.stderr

@@ -75,12 +75,6 @@ def run_forked(options: list[str]) -> str:
     return said
 
 
-def together(*commands: list[str]) -> list[str]:
-    """What runs say that are made two at a time: each loads torch and DeepSpeed for seconds."""
-    with ThreadPoolExecutor(2) as pool:
-        return list(pool.map(run, commands))
-
-
 def table(output: Path) -> list[dict[str, float]]:
     with (output / "metrics.csv").open(newline="") as lines:
         return [{name: float(value) for name, value in row.items() if value} for row in csv.DictReader(lines)]
@@ -99,7 +93,7 @@ def corpus(tmp_path_factory) -> str:
 @pytest.fixture(scope="module")
 def one_process(tmp_path_factory, corpus) -> list[dict[str, float]]:
     output = tmp_path_factory.mktemp("one")
-    said = run([sys.executable, TRAIN, "--data", corpus, "--output", str(output), *SMALL])
+    said = run_forked(["--data", corpus, "--output", str(output), *SMALL])
     assert "one process" in said
     assert (output / "loss.png").read_bytes()[:4] == b"\x89PNG"
     return table(output)
@@ -200,9 +194,10 @@ def test_a_folder_of_transformers_trains(tmp_path, corpus):
     config.save_pretrained(fresh)
     torch.manual_seed(0)
     transformers.LlamaForCausalLM(config).save_pretrained(tuned)
-    common = [sys.executable, TRAIN, "--data", corpus, "--gradient-checkpointing", *SMALL]
+    common = ["--data", corpus, "--gradient-checkpointing", *SMALL]
     outputs = {folder: tmp_path / f"{folder.name} run" for folder in (fresh, tuned)}
-    together(*([*common, "--model", str(folder), "--output", str(output)] for folder, output in outputs.items()))
+    for folder, output in outputs.items():
+        run_forked([*common, "--model", str(folder), "--output", str(output)])
     first = [table(output)[0]["loss"] for output in outputs.values()]
     # Fresh weights of seed 0 and the saved ones of seed 0 are the same model.
     assert first[0] == pytest.approx(first[1], rel=1e-5)
@@ -217,10 +212,11 @@ def test_a_mixtral_folder_is_split_over_two_ranks(tmp_path, corpus):
     settings = json.loads((ROOT / "ds_configs" / "zero3_moe_cpu.json").read_text())
     settings["ruda"]["experts"] = {"ep_size": 2, "ownership": [0, 1, 4]}
     (tmp_path / "split.json").write_text(json.dumps(settings))
-    common = [sys.executable, TRAIN, "--model", str(tmp_path / "model"), "--data", corpus, *SMALL]
+    common = ["--model", str(tmp_path / "model"), "--data", corpus, *SMALL]
     split = ["--output", str(tmp_path / "two"), "--deepspeed_config", str(tmp_path / "split.json")]
     mpirun = [shutil.which("mpirun") or "mpirun", "-n", "2"]
-    together([*common, "--output", str(tmp_path / "one")], [*mpirun, *common, *split])
+    run_forked([*common, "--output", str(tmp_path / "one")])
+    run([*mpirun, sys.executable, TRAIN, *common, *split])
     losses = [[row["loss"] for row in table(tmp_path / name)] for name in ("one", "two")]
     assert losses[1] == pytest.approx(losses[0], rel=1e-4)
 
